@@ -1,0 +1,188 @@
+"""Every error sc_core raises on its own account: what is wrong, where, and what to do.
+
+Each keeps its constructor's arguments in `args`, so it survives pickling between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def _some(names: Sequence[str], at_most: int = 3) -> str:
+    shown = ", ".join(names[:at_most])
+    return f"{shown}, …" if len(names) > at_most else shown
+
+
+class ScError(Exception):
+    """Root of every error sc_core raises."""
+
+
+# configuration and use -----------------------------------------------------------------
+
+
+class ConfigError(ScError, ValueError):
+    """The configuration asks for something unknown or impossible."""
+
+
+class RunInUse(ScError, RuntimeError):
+    """Another process writes to this run directory."""
+
+    def __init__(self, path: str, holder: str = "") -> None:
+        super().__init__(path, holder)
+        self.path, self.holder = path, holder
+
+    def __str__(self) -> str:
+        by = f" by {self.holder}" if self.holder else ""
+        return f"{self.path} is in use{by}; wait for that run to end or choose another directory"
+
+
+# barrier -------------------------------------------------------------------------------
+
+
+class BarrierMisuse(ScError, RuntimeError):
+    """A section was entered where it could only deadlock; the barrier is as it was before."""
+
+
+class BarrierTimeout(ScError, TimeoutError):
+    """A section was not granted before its deadline; the message names who holds the barrier."""
+
+
+# calls through ports -------------------------------------------------------------------
+
+
+class CallTimeout(ScError, TimeoutError):
+    """A port call outlived its deadline. Whether it took effect is unknown."""
+
+    def __init__(self, call: str, deadline_s: float) -> None:
+        super().__init__(call, deadline_s)
+        self.call, self.deadline_s = call, deadline_s
+
+    def __str__(self) -> str:
+        return f"{self.call} did not return within {self.deadline_s:g} s"
+
+
+class DataPlaneError(ScError, RuntimeError):
+    """The data plane refused a call or answered it wrongly."""
+
+
+class MissingRows(DataPlaneError):
+    """The data plane holds fewer rows than were asked for."""
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        super().__init__(tuple(missing))
+        self.missing = tuple(missing)
+
+    def __str__(self) -> str:
+        return f"{len(self.missing)} rows are not in the data plane: {_some(self.missing)}"
+
+
+class RowsNotCleared(DataPlaneError):
+    """The rows of a failed commit could not be cleared: their ids must not be used again."""
+
+    def __init__(self, sample_ids: Sequence[str], reason: str) -> None:
+        super().__init__(tuple(sample_ids), reason)
+        self.sample_ids, self.reason = tuple(sample_ids), reason
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.sample_ids)} suspect rows could not be cleared "
+            f"({_some(self.sample_ids)}): {self.reason}"
+        )
+
+
+class WeightSyncError(ScError, RuntimeError):
+    """Engines did not confirm the weight version they were given."""
+
+
+class RolloutError(ScError, RuntimeError):
+    """A sibling could not be generated, through no fault of the prompt. It may be tried again."""
+
+
+class DataFailure(RolloutError):
+    """A sibling could not be generated because of the prompt itself: a retry may not help."""
+
+
+class PromptDropped(ScError, RuntimeError):
+    """A prompt used up its attempts and `on_dropped_prompt` is `fail`."""
+
+    def __init__(self, group_id: str, reason: str) -> None:
+        super().__init__(group_id, reason)
+        self.group_id, self.reason = group_id, reason
+
+    def __str__(self) -> str:
+        return f"group {self.group_id} used up its attempts: {self.reason}"
+
+
+class EndOfPrompts(ScError):
+    """A prompt source has nothing more to give, in this epoch or any other."""
+
+
+class StallError(ScError, TimeoutError):
+    """Nothing that counts as progress happened for too long; the message is a report."""
+
+
+class Conservation(ScError, AssertionError):
+    """An ordinal is in no state, or in two; or the index and the ledger disagree."""
+
+
+# save and restore ----------------------------------------------------------------------
+
+
+class SaveError(ScError, RuntimeError):
+    """A bundle could not be written or published; the ones before it are untouched."""
+
+
+class RestoreError(ScError, ValueError):
+    """What is on disk or in the store cannot become a running controller."""
+
+
+class BundleDamaged(RestoreError):
+    """A file of the bundle is missing, altered or unreadable. An older bundle may serve."""
+
+    def __init__(self, bundle: str, file: str, reason: str) -> None:
+        super().__init__(bundle, file, reason)
+        self.bundle, self.file, self.reason = bundle, file, reason
+
+    def __str__(self) -> str:
+        return f"{self.bundle}: {self.file}: {self.reason}"
+
+
+class BundleInconsistent(RestoreError):
+    """Every file is intact, yet two of them contradict each other: nothing may be guessed."""
+
+
+class NoValidBundle(RestoreError):
+    """Checkpoints exist and none can be used."""
+
+    def __init__(self, directory: str, reasons: Sequence[str]) -> None:
+        super().__init__(directory, tuple(reasons))
+        self.directory, self.reasons = directory, tuple(reasons)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.directory} holds {len(self.reasons)} checkpoints and none is valid: "
+            f"{'; '.join(self.reasons)}. Move them away to start afresh"
+        )
+
+
+class InventoryMismatch(RestoreError):
+    """The store's rows are not the rows of the cut."""
+
+    def __init__(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        super().__init__(tuple(missing), tuple(unexpected))
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+
+    def __str__(self) -> str:
+        return (
+            f"the store and the cut disagree: {len(self.missing)} rows missing"
+            f" ({_some(self.missing)}), {len(self.unexpected)} unexpected"
+            f" ({_some(self.unexpected)})"
+        )
+
+
+class ConfigChanged(RestoreError):
+    """The run was started with a setting that its bundles cannot follow."""
+
+
+class RestoreOrderError(ScError, RuntimeError):
+    """A step of the restore was taken before the one it depends on."""
