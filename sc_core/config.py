@@ -1,0 +1,146 @@
+"""Settings, with the names that users of NeMo RL know, and what they refuse.
+
+`decode` turns plain data (JSON, YAML) into a settings Struct and answers an unknown key with
+the nearest one that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from sc_core.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+SamplerName = Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"]
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class GrpoConfig(_Settings, frozen=True):
+    num_prompts_per_step: int = 8  #: groups per step (P)
+    num_generations_per_prompt: int = 8  #: siblings per group (G)
+    max_num_steps: int = 100
+    max_num_epochs: int | None = None  #: passes over the prompts; None: as many as it takes
+    seed: int = 0
+
+
+class SamplerConfig(_Settings, frozen=True):
+    name: SamplerName = "windowed"
+    max_staleness_versions: int = 1  #: K of `windowed`, `weight_fifo`, `ready_first`
+    sample_freshest_first: bool = False  #: `windowed` only
+    max_lookahead_versions: int = 0  #: K of `in_order`
+    target: str | None = None  #: `module:Class` of a `custom` sampler
+
+
+class RolloutFailureConfig(_Settings, frozen=True):
+    max_infra_attempts_per_prompt: int = 3
+    max_data_attempts_per_prompt: int = 1
+    backoff_base_s: float = 0.5  #: wait before attempt n + 1: base * 2 ** (n - 1)
+    max_backoff_s: float = 30.0
+    on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
+
+
+class StallWatchdogConfig(_Settings, frozen=True):
+    stall_timeout_s: float = 1800.0  #: without a trained step, a sync, a save or an evaluation
+
+
+class DeadlinesConfig(_Settings, frozen=True):
+    """How long a port call may take before the run fails with its name, in seconds."""
+
+    rollout_s: float = 600.0  #: one sibling; past it the sibling has failed, not the run
+    data_plane_s: float = 60.0  #: one put, get, clear or list
+    snapshot_s: float = 600.0  #: the data plane's own save
+    trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
+    weight_sync_s: float = 300.0  #: each of pause, transfer and resume
+    disk_s: float = 600.0  #: writing and publishing one bundle
+    stop_grace_s: float = 30.0  #: given to an open step when a stop is requested
+
+
+class AsyncRlConfig(_Settings, frozen=True):
+    sampler: SamplerConfig = SamplerConfig()
+    min_groups_for_streaming_train: int | None = None  #: groups per chunk; None: the whole step
+    max_inflight_prompts: int | None = None  #: None: as many as there are places
+    max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
+    on_stale_prompt: Literal["drop", "requeue"] = "drop"
+    max_stale_requeues: int = 2
+    weight_sync_mode: Literal["in_flight", "drain"] = "in_flight"
+    rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
+    stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+
+class CheckpointingConfig(_Settings, frozen=True):
+    enabled: bool = True
+    save_period: int = 10  #: steps between bundles; the last step is always saved
+    metric_name: str | None = None  #: of `keep_top_k`
+    higher_is_better: bool = True
+    keep_top_k: int | None = None  #: None: keep all
+    ft_keep_latest_k: int | None = None  #: None: keep all
+    load_replay_buffer: bool = True
+    allow_changed_source: bool = False  #: resume although the prompt source's fingerprint differs
+
+
+class ControllerConfig(_Settings, frozen=True):
+    grpo: GrpoConfig = GrpoConfig()
+    async_rl: AsyncRlConfig = AsyncRlConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+
+    def __post_init__(self) -> None:
+        grpo, rl = self.grpo, self.async_rl
+        _at_least(1, "grpo.num_prompts_per_step", grpo.num_prompts_per_step)
+        _at_least(1, "grpo.num_generations_per_prompt", grpo.num_generations_per_prompt)
+        _at_least(0, "grpo.max_num_steps", grpo.max_num_steps)
+        _at_least(1, "grpo.max_num_epochs", grpo.max_num_epochs)
+        _at_least(1, "async_rl.max_inflight_prompts", rl.max_inflight_prompts)
+        _at_least(1, "async_rl.max_buffered_rollouts", rl.max_buffered_rollouts)
+        _at_least(0, "async_rl.sampler.max_staleness_versions", rl.sampler.max_staleness_versions)
+        _at_least(0, "async_rl.sampler.max_lookahead_versions", rl.sampler.max_lookahead_versions)
+        _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
+        chunk = rl.min_groups_for_streaming_train
+        _at_least(1, "async_rl.min_groups_for_streaming_train", chunk)
+        if chunk is not None and chunk > grpo.num_prompts_per_step:
+            raise ConfigError(
+                f"async_rl.min_groups_for_streaming_train is {chunk}, more than the"
+                f" {grpo.num_prompts_per_step} groups of a step (grpo.num_prompts_per_step)"
+            )
+
+
+def _at_least(least: int, key: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{key} is {value}; it must be at least {least}")
+
+
+def decode(data: Mapping[str, Any], into: type[T], *, source: str = "config") -> T:
+    """Build settings from plain data.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a wrong type or value; the
+            message starts with `source` and names the key by its dotted path.
+    """
+    _check_keys(data, into, "", source)
+    try:
+        return msgspec.convert(data, into)
+    except msgspec.ValidationError as exc:
+        cause = exc.__cause__
+        raise ConfigError(f"{source}: {cause if isinstance(cause, ConfigError) else exc}") from exc
+
+
+def _check_keys(data: Mapping[str, Any], into: type[msgspec.Struct], at: str, source: str) -> None:
+    known = {field.encode_name: field.type for field in msgspec.structs.fields(into)}
+    for key, value in data.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            raise ConfigError(
+                f"{source}: unknown key {at}{key}; "
+                + (f"did you mean {at}{near[0]}?" if near else f"known here: {', '.join(known)}")
+            )
+        inner = known[key]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            if isinstance(value, Mapping):
+                _check_keys(value, inner, f"{at}{key}.", source)

@@ -1,0 +1,266 @@
+"""What the controller needs from the world, as Protocols. It imports none of the world itself.
+
+Every port has an in-memory implementation in `sc_core.testing`, and one conformance suite
+there checks an implementation, whether in memory or real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+
+from sc_core.records import Batch, Group, Prompt, PulledPrompt, Sample, SampleId, Stamp
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Columns = Mapping[str, Sequence[Any]]  #: column name -> one value per row
+
+
+class DataPlane(Protocol):
+    """Where rollout tensors live; bound to one partition.
+
+    Every call may be repeated with the same ids and then has the same effect as once. A call
+    that was cancelled may have happened or not.
+    """
+
+    async def put_samples(
+        self,
+        sample_ids: Sequence[SampleId],
+        fields: Columns,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write the named columns of these rows; other columns of existing rows stay."""
+
+    async def get_samples(
+        self, sample_ids: Sequence[SampleId], select_fields: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """Read columns, rows in the order asked for.
+
+        Raises:
+            MissingRows: fewer rows exist than were asked for.
+        """
+
+    async def clear_samples(self, sample_ids: Sequence[SampleId]) -> None:
+        """Remove these rows; ids that do not exist are no error."""
+
+    async def list_sample_ids(self) -> frozenset[SampleId]:
+        """All rows of the partition, also those without data."""
+
+    async def save_checkpoint(self, directory: Path, metadata: Mapping[str, Any]) -> None:
+        """Write a snapshot and `metadata` into `directory`, which is not there yet."""
+
+    async def aclose(self) -> None:
+        """Let go of the client; the store stays."""
+
+
+class BootstrapDataPlane(Protocol):
+    """The store before anything touched it. Restores; never writes rows."""
+
+    async def is_untouched(self) -> bool:
+        """Whether the *store*, seen from any process, has never held a row since it was built."""
+
+    async def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
+        """Fill the untouched store from a snapshot; returns the metadata saved with it."""
+
+    async def list_sample_ids(self) -> frozenset[SampleId]:
+        """All rows of the partition."""
+
+    async def discard(self) -> None:
+        """Throw the store away and build an untouched one."""
+
+
+class PromptSource(Protocol):
+    """A stream of prompts whose place can be noted and found again."""
+
+    async def next_prompt(self) -> PulledPrompt:
+        """The next prompt and the position after it.
+
+        A pull that was cancelled or failed may be lost to this object: `seek` to the last
+        recorded position repeats it.
+
+        Raises:
+            EndOfPrompts: nothing more, in this epoch or any other.
+        """
+
+    async def seek(self, position: Any) -> None:
+        """Continue after the prompt that came with `position`; None is the very beginning."""
+
+    def fingerprint(self) -> str:
+        """Changes when the same position would mean another prompt."""
+
+
+class RolloutWorker(Protocol):
+    async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
+        """Generate one sibling (0 … G-1) and its reward. Cancelling it frees what it used.
+
+        Raises:
+            DataFailure: the prompt itself is at fault. Any other exception counts as a
+                failure of the infrastructure.
+        """
+
+
+class Trainer(Protocol):
+    """Owns weights and optimizer; fetches its rows from the data plane itself."""
+
+    async def prepare(self, batch: Batch) -> None:
+        """Compute log-probs of the batch's rows under the current weights (may write columns)."""
+
+    async def begin_step(self, step: int) -> None:
+        """Open a step: gradients are empty afterwards."""
+
+    async def train_microbatches(self, batch: Batch) -> None:
+        """Accumulate the gradient of one chunk of the open step."""
+
+    async def finish_step(self) -> Mapping[str, float]:
+        """Apply the accumulated gradient and close the step; returns metrics (`loss`, …)."""
+
+    async def abandon_step(self) -> None:
+        """Close the open step; weights, gradients and RNG are as before `begin_step`."""
+
+    async def save(self, directory: Path) -> None:
+        """Write weights, optimizer and tokenizer of the last finished step into `directory`."""
+
+    async def finalize_save(self) -> None:
+        """Return once every file of the last `save` is complete."""
+
+    async def load(self, directory: Path) -> None:
+        """Become what `save` wrote."""
+
+
+class WeightSync(Protocol):
+    """Moves the trainer's weights to the engines that generate."""
+
+    async def pause(self) -> None:
+        """Engines hold their requests; nothing is generated until `resume`."""
+
+    async def transfer(self, version: int) -> Mapping[str, int]:
+        """Give the trainer's weights to all engines; returns the version each confirmed."""
+
+    async def resume(self) -> None:
+        """Engines go on. Safe to call when nothing is paused."""
+
+
+class AdvantageEstimator(Protocol):
+    @property
+    def select_fields(self) -> Sequence[str]:
+        """The columns it reads."""
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it should run through the runner rather than on the event loop."""
+
+    def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
+        """Columns in, new columns out; rows of one group are neighbours, groups in order."""
+
+
+class IndexView(Protocol):
+    """Ready (committed, not selected) groups, for choosing k of n in O(k)."""
+
+    @property
+    def ready_count(self) -> int: ...
+
+    def ready_in_commit_order(self) -> Iterator[Group]: ...
+
+    def ready_of_target(self, step: int) -> Iterator[Group]:
+        """By start version, then ordinal."""
+
+    def ready_of_version(self, version: int) -> Iterator[Group]:
+        """By ordinal."""
+
+    def ready_versions(self) -> Sequence[int]:
+        """Start versions that ready groups have, ascending."""
+
+    def ready_targets(self) -> Sequence[int]:
+        """Target steps that ready groups have, ascending."""
+
+
+class SamplerView(Protocol):
+    """What a sampler may look at. Live groups are admitted ones, in any state."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+    @property
+    def prompts_per_step(self) -> int: ...
+
+    @property
+    def index(self) -> IndexView: ...
+
+    @property
+    def live_count(self) -> int: ...
+
+    def live_of_target(self, step: int) -> int: ...
+
+    def in_flight_of_version(self, version: int) -> int:
+        """Groups not yet committed (in flight, or waiting for a retry) with this start version."""
+
+    def oldest_live_version(self) -> int | None:
+        """Lowest start version of a live group that is not selected."""
+
+
+class Sampler(Protocol):
+    """Which prompts go out, which groups train, which are too old. Pure and synchronous."""
+
+    @property
+    def name(self) -> str: ...
+
+    def admit(self, view: SamplerView) -> Stamp | None:
+        """A stamp for one more group now, or None."""
+
+    def select(self, view: SamplerView, at_least: int, at_most: int) -> Sequence[Group]:
+        """Between `at_least` and `at_most` ready groups, or none at all. Changes nothing."""
+
+    def evict(self, view: SamplerView) -> Sequence[Group]:
+        """Ready groups that no `select` at this or a later version could return."""
+
+    def may_abort(self, start_weight_version: int, weight_version: int) -> bool:
+        """Whether a group in flight since that version could no longer be selected."""
+
+    def required_capacity(self, prompts_per_step: int) -> int:
+        """Places below which a step could never fill, or the policy could not be kept."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What must survive a restart, beyond ledger and index."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class GroupFilter(Protocol):
+    def keep(self, rewards: Sequence[float]) -> bool:
+        """Whether a finished group is worth training on; a dropped one is recorded as such."""
+
+
+class EventSink(Protocol):
+    """Where events go. Appending is synchronous, so an event belongs to one instant."""
+
+    def append(self, kind: EventKind, **fields: Any) -> int:
+        """Record one event of this incarnation; returns its sequence number."""
+
+    @property
+    def seq(self) -> int:
+        """Of the last event."""
+
+    @property
+    def incarnation(self) -> str: ...
+
+    def sync(self) -> None:
+        """Make everything appended so far survive a power cut. Blocks: call it in a thread."""
+
+
+class MetricsSink(Protocol):
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Record one object per finished step."""
+
+
+class Runner(Protocol):
+    """Runs blocking work: in a thread, or inline where a virtual clock must not jump."""
+
+    async def __call__(self, work: Callable[..., R], *args: Any) -> R: ...
+
+
+EventKind = Literal[
+    "run_started", "resumed", "admitted", "dispatched", "committed", "selected", "abandoned",
+    "trained", "dropped", "evicted", "aborted", "redispatched", "weight_sync", "checkpoint",
+    "stopped",
+]  # fmt: skip

@@ -1,0 +1,131 @@
+"""What the controller remembers: frozen, typed, and the same in memory as on disk.
+
+New fields get defaults, so that older bundles still decode; a new meaning gets a new tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NewType
+
+import msgspec
+
+GroupId = NewType("GroupId", str)
+SampleId = str
+State = Literal["waiting", "in_flight", "committed", "selected"]
+
+
+def group_id(ordinal: int, attempt: int) -> GroupId:
+    """The id of one attempt at a prompt: a late write of an old attempt can't touch a new one."""
+    return GroupId(f"{ordinal}.{attempt}")
+
+
+def sample_ids(group: GroupId, siblings: int) -> tuple[SampleId, ...]:
+    """The ids of the rows of a group, in sibling order."""
+    return tuple(f"{group}_g{sibling}" for sibling in range(siblings))
+
+
+class PulledPrompt(msgspec.Struct, frozen=True):
+    """What a prompt source gives: a prompt, and the source's position *after* it."""
+
+    payload: Any  #: what msgpack can hold; goes into the cut with the ledger
+    position: Any  #: opaque to the controller; what `seek` takes
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt on its way to a rollout worker."""
+
+    ordinal: int  #: position in the stream over all epochs, never reused
+    group_id: GroupId
+    payload: Any
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished sibling, as a rollout worker returns it. It becomes one row."""
+
+    fields: Mapping[str, Any]  #: columns of the row; opaque to the controller
+    reward: float
+    tokens: int = 0  #: generated tokens
+    end_weight_version: int | None = None
+    """Version that produced the last token; None stands for the controller's at completion."""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed group: which rows it has and which weights made them. No tensors."""
+
+    group_id: GroupId
+    ordinal: int
+    sample_ids: tuple[SampleId, ...]
+    start_weight_version: int  #: stamped before the first request left
+    end_weight_version: int
+    commit_seq: int  #: position in the order of commits, over the whole run
+    target_step: int | None = None  #: weight version it is meant for, under `in_order`
+    reward: float = 0.0  #: mean over siblings
+    tokens: int = 0  #: generated tokens, all siblings together
+
+
+class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that left the source and is neither trained nor dropped."""
+
+    ordinal: int
+    payload: Any
+    state: State = "waiting"
+    admitted: bool = False  #: the sampler let it in; it has a place until it is trained or dropped
+    attempt: int = 0
+    infra_failures: int = 0
+    data_failures: int = 0
+    stale_requeues: int = 0
+    target_step: int | None = None
+    start_weight_version: int | None = None
+
+    @property
+    def group_id(self) -> GroupId:
+        return group_id(self.ordinal, self.attempt)
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """A sampler's yes to one more group."""
+
+    target_step: int | None = None
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that train together, in ordinal order, and the rows they own."""
+
+    step: int  #: the step being made, counted from 1
+    weight_version: int  #: of the weights that the step starts from
+    groups: tuple[Group, ...]
+
+    @property
+    def sample_ids(self) -> tuple[SampleId, ...]:
+        return tuple(row for group in self.groups for row in group.sample_ids)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        return tuple(len(group.sample_ids) for group in self.groups)
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
+    """The controller's whole memory at one instant, taken without an await."""
+
+    incarnation: str
+    event_seq: int  #: of the last event that belongs to this instant
+    step: int  #: finished training steps
+    weight_version: int
+    group_size: int  #: siblings per group (G)
+    prompts_per_step: int  #: groups per step (P)
+    next_ordinal: int
+    position: Any  #: the prompt source's, after the last prompt recorded; None: untouched
+    exhausted: bool = False  #: the source said that it has nothing more
+    source_fingerprint: str = ""
+    records: tuple[LedgerRecord, ...] = ()  #: by ordinal
+    groups: tuple[Group, ...] = ()  #: by commit order; those of committed and selected records
+    sampler: str = ""
+    sampler_state: Mapping[str, Any] = {}
+    suspects: tuple[SampleId, ...] = ()  #: rows that may exist and must not; cleared on restore
+    counters: Mapping[str, int] = {}  #: totals over the effective history
+
+
+def row_ids(groups: Sequence[Group]) -> frozenset[SampleId]:
+    """All rows that `groups` own."""
+    return frozenset(row for group in groups for row in group.sample_ids)
