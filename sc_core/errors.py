@@ -47,6 +47,31 @@ class BarrierTimeout(ScError, TimeoutError):
     """A section was not granted before its deadline; the message names who holds the barrier."""
 
 
+# places --------------------------------------------------------------------------------
+
+
+class PlaceAlreadyHeld(ScError, ValueError):
+    """Somebody asked for a second place under one name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.name} already holds a place; a name holds one at most"
+
+
+class PlaceNotHeld(ScError, KeyError):
+    """A place was given back or handed on in a name that holds none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.name} holds no place: it was released twice, or never taken"
+
+
 # calls through ports -------------------------------------------------------------------
 
 
@@ -186,3 +211,19 @@ class ConfigChanged(RestoreError):
 
 class RestoreOrderError(ScError, RuntimeError):
     """A step of the restore was taken before the one it depends on."""
+
+
+# between tasks and processes -----------------------------------------------------------
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first real error inside nested exception groups; cancellations come last."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda inner: not _holds_exception(inner))
+    return error
+
+
+def _holds_exception(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_holds_exception(inner) for inner in error.exceptions)
+    return isinstance(error, Exception)

@@ -1,0 +1,107 @@
+"""`Watched`: a value that tasks can wait on by predicate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class WatchedStatistics(msgspec.Struct, frozen=True):
+    """A moment's view of a watched value, for logs and tests."""
+
+    waiting: int  #: tasks in `wait_until`
+
+
+class Watched(Generic[T]):
+    """A value that tasks wait on by predicate: `await version.wait_until(lambda v: v >= 2)`.
+
+    Changing the value never waits. It evaluates the predicate of each waiter once, in order of
+    arrival, and wakes every one that accepts, so a wake-up can't go to the wrong task or be lost
+    with a cancelled one. A wake-up is news, not a permit: when the waiter runs the value may have
+    changed again, so re-check and act in one synchronous step.
+
+    Predicates are plain, quick functions of the value. One that raises ends its own wait with
+    that error and disturbs neither the other waiters nor the task that changed the value.
+    """
+
+    __slots__ = ("_value", "_waiters")
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self._waiters: dict[_Waiter[T], None] = {}  # ordered, and quick to leave
+
+    def __repr__(self) -> str:
+        return f"<Watched {self._value!r}, {len(self._waiters)} waiting>"
+
+    def statistics(self) -> WatchedStatistics:
+        return WatchedStatistics(waiting=len(self._waiters))
+
+    @property
+    def value(self) -> T:
+        return self._value
+
+    def set(self, value: T) -> None:
+        """Replace the value and wake those who accept the new one."""
+        self._value = value
+        self.touch()
+
+    def touch(self) -> None:
+        """Wake those who accept the value, after it was changed in place."""
+        for waiter in [waiter for waiter in self._waiters if waiter.is_done_with(self._value)]:
+            del self._waiters[waiter]
+            waiter.woken.set()
+
+    async def wait_until(self, accepts: Callable[[T], bool]) -> T:
+        """Wait until `accepts(value)` and return the value it accepted.
+
+        Always a checkpoint, also if the value is accepted at once. A cancelled wait leaves
+        nothing behind.
+
+        Raises:
+            Exception: whatever `accepts` raised, here or while another task set the value.
+        """
+        waiter = _Waiter(accepts)
+        if waiter.is_done_with(self._value):
+            await anyio.lowlevel.checkpoint()
+        else:
+            self._waiters[waiter] = None
+            try:
+                await waiter.woken.wait()
+            finally:
+                self._waiters.pop(waiter, None)
+        return waiter.outcome()
+
+
+class _Waiter(Generic[T]):
+    """One call of `wait_until`: its predicate, then the value or error that ended it."""
+
+    __slots__ = ("_accepted", "_accepts", "_error", "woken")
+
+    _accepted: T
+
+    def __init__(self, accepts: Callable[[T], bool]) -> None:
+        self._accepts = accepts
+        self._error: Exception | None = None
+        self.woken = anyio.Event()
+
+    def is_done_with(self, value: T) -> bool:
+        try:
+            if not self._accepts(value):
+                return False
+            self._accepted = value
+        except Exception as error:  # the waiter's own: raised where it waits
+            self._error = error
+        return True
+
+    def outcome(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._accepted
