@@ -14,28 +14,37 @@ from sc_core.errors import CallTimeout
 R = TypeVar("R")
 
 
-async def settle(call: str, deadline_s: float, work: Callable[[], Awaitable[R]]) -> R:
+async def settle(
+    call: str,
+    deadline_s: float,
+    work: Callable[[], Awaitable[R]],
+    *,
+    then: Callable[[R], None] | None = None,
+) -> R:
     """Await `work` whatever happens to this task, for at most `deadline_s` seconds.
 
-    A cancel takes effect after `work` has returned, so what it did is known. The work runs in
-    a child task: a native `asyncio.Task.cancel()`, which ignores shields, ends the wait only
-    once the child is done.
+    A cancel takes effect after `work` has returned, so what it did is known; `then` gets its
+    result in the same synchronous step, also when this task is about to be cancelled. The work
+    runs in a child task: a native `asyncio.Task.cancel()`, which ignores shields, ends the
+    wait only once the child is done.
 
     Raises:
         CallTimeout: the deadline passed; whether the call took effect is unknown.
     """
     outcome: list[R] = []
-    failure: list[BaseException] = []
+    failure: list[Exception] = []
 
     async def child() -> None:
-        with anyio.CancelScope(shield=True):
-            try:
-                with anyio.fail_after(deadline_s) as deadline:
-                    outcome.append(await work())
-            except TimeoutError as exc:
-                failure.append(CallTimeout(call, deadline_s) if deadline.cancelled_caught else exc)
-            except Exception as exc:  # carried to the caller, not swallowed
-                failure.append(exc)
+        try:
+            with anyio.CancelScope(shield=True), anyio.fail_after(deadline_s) as deadline:
+                result = await work()
+                if then is not None:
+                    then(result)
+                outcome.append(result)
+        except TimeoutError as exc:
+            failure.append(CallTimeout(call, deadline_s) if deadline.cancelled_caught else exc)
+        except Exception as exc:  # carried to the caller, not swallowed
+            failure.append(exc)
 
     async with anyio.create_task_group() as tg:
         tg.start_soon(child)

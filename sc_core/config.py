@@ -43,7 +43,7 @@ class RolloutFailureConfig(_Settings, frozen=True):
     max_data_attempts_per_prompt: int = 1
     backoff_base_s: float = 0.5  #: wait before attempt n + 1: base * 2 ** (n - 1)
     max_backoff_s: float = 30.0
-    on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
+    on_dropped_prompt: Literal["replace", "fail"] = "replace"
 
 
 class StallWatchdogConfig(_Settings, frozen=True):
@@ -54,6 +54,7 @@ class DeadlinesConfig(_Settings, frozen=True):
     """How long a port call may take before the run fails with its name, in seconds."""
 
     rollout_s: float = 600.0  #: one sibling; past it the sibling has failed, not the run
+    source_s: float = 600.0  #: one prompt
     data_plane_s: float = 60.0  #: one put, get, clear or list
     snapshot_s: float = 600.0  #: the data plane's own save
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load

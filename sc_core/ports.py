@@ -237,6 +237,9 @@ class EventSink(Protocol):
     def append(self, kind: EventKind, **fields: Any) -> int:
         """Record one event of this incarnation; returns its sequence number."""
 
+    def append_many(self, kind: EventKind, each: Sequence[Mapping[str, Any]]) -> int:
+        """Record events of one kind and one instant; returns the last sequence number."""
+
     @property
     def seq(self) -> int:
         """Of the last event."""

@@ -1,0 +1,76 @@
+"""The advantage stage: read columns, estimate, write the new columns back to the same rows.
+
+The three run side by side over slices of a chunk, so that the estimator computes while the
+data plane reads the next slice and writes the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from sc_core.barrier import CheckpointBarrier
+from sc_core.ports import AdvantageEstimator, Runner
+from sc_core.records import Batch, Group
+from sc_core.rows import Rows
+
+_GROUPS_PER_SLICE = 16
+"""A slice is one read, one estimate and one write: small enough to overlap, large enough that
+the three calls cost less than the rows they move."""
+
+_Slice = tuple[tuple[str, ...], tuple[int, ...], dict[str, list[Any]]]
+
+
+class AdvantageStage:
+    def __init__(
+        self, rows: Rows, barrier: CheckpointBarrier, estimator: AdvantageEstimator, runner: Runner
+    ) -> None:
+        self._rows = rows
+        self._barrier = barrier
+        self._estimator = estimator
+        self._runner = runner
+
+    async def run(self, batch: Batch) -> None:
+        """Give every row of `batch` its advantage columns.
+
+        A cancel may leave some rows written and others not; running the stage again on the
+        same rows gives the same columns.
+        """
+        read, to_estimate = anyio.create_memory_object_stream[_Slice](1)
+        estimated, to_write = anyio.create_memory_object_stream[_Slice](1)
+        with read, to_estimate, estimated, to_write:  # also when a task never came to start
+            async with anyio.create_task_group() as stage:
+                stage.start_soon(self._fetch, batch, read)
+                stage.start_soon(self._estimate, to_estimate, estimated)
+                async for ids, _, columns in to_write:
+                    async with self._barrier.mutation("advantage write-back"):
+                        await self._rows.write_back(ids, columns)
+
+    async def _fetch(self, batch: Batch, send: MemoryObjectSendStream[_Slice]) -> None:
+        async with send:
+            for groups in _slices(batch.groups):
+                ids = tuple(row for group in groups for row in group.sample_ids)
+                columns = await self._rows.get(ids, self._estimator.select_fields)
+                await send.send((ids, tuple(len(g.sample_ids) for g in groups), columns))
+
+    async def _estimate(
+        self,
+        receive: MemoryObjectReceiveStream[_Slice],
+        send: MemoryObjectSendStream[_Slice],
+    ) -> None:
+        estimate = self._estimator.estimate
+        async with receive, send:
+            async for ids, sizes, columns in receive:
+                if self._estimator.heavy:
+                    columns = await self._runner(estimate, columns, sizes)
+                else:
+                    columns = estimate(columns, sizes)
+                await send.send((ids, sizes, columns))
+
+
+def _slices(groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
+    for start in range(0, len(groups), _GROUPS_PER_SLICE):
+        yield groups[start : start + _GROUPS_PER_SLICE]

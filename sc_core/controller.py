@@ -1,0 +1,339 @@
+"""`SingleController`: one run, from a ready store to its result, as one tree of tasks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import anyio
+import msgspec
+
+from sc_core.advantage import AdvantageStage
+from sc_core.barrier import BarrierStatistics, CheckpointBarrier
+from sc_core.bundle import BundleStore
+from sc_core.calls import in_thread, settle
+from sc_core.config import ControllerConfig
+from sc_core.errors import RestoreOrderError, root_cause
+from sc_core.finaliser import BundleFinaliser
+from sc_core.ledger import Ledger
+from sc_core.places import Places
+from sc_core.ports import (
+    AdvantageEstimator,
+    DataPlane,
+    EventSink,
+    GroupFilter,
+    MetricsSink,
+    PromptSource,
+    RolloutWorker,
+    Runner,
+    Sampler,
+    Trainer,
+    WeightSync,
+)
+from sc_core.records import Cut
+from sc_core.restore import ReadyStore
+from sc_core.rollout import RolloutPump
+from sc_core.rows import Rows
+from sc_core.samplers import build_sampler, check_capacity
+from sc_core.state import RunState
+from sc_core.train import EndReason, TrainPump
+from sc_core.verify import VerifiedBundle
+from sc_core.watchdog import watch
+from sc_core.weights import WeightUpdates
+from sc_core.window import CheckpointWindow, check_inventory
+
+logger = logging.getLogger(__name__)
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """The world around a controller."""
+
+    connect: Callable[[ReadyStore], Awaitable[DataPlane]]  #: opens the data plane; spends the token
+    source: PromptSource
+    worker: RolloutWorker
+    trainer: Trainer
+    weight_sync: WeightSync
+    estimator: AdvantageEstimator
+    events: EventSink
+    metrics: MetricsSink
+    bundles: BundleStore | None = None  #: None, or `checkpointing.enabled: false`: no checkpoints
+    group_filter: GroupFilter | None = None
+    sampler: Sampler | None = None  #: None: the one that the settings name
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    reason: EndReason
+    step: int  #: finished training steps, over all incarnations
+    weight_version: int
+    counters: Mapping[str, int]  #: totals over the effective history
+
+
+class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment's view of a run."""
+
+    step: int
+    weight_version: int
+    waiting: int
+    in_flight: int
+    committed: int
+    selected: int
+    places_held: int
+    places_capacity: int
+    gate_closed_for: str | None
+    stop_reason: str | None
+    barrier: BarrierStatistics
+    last_metrics: Mapping[str, Any]
+
+
+class SingleController:
+    """Decides which prompts go out, which groups train, when weights move, what a bundle holds.
+
+    Build it, then `await run()` once. `stop`, `request_checkpoint`, `statistics` and `audit`
+    may be called from the same event loop while it runs.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        ready: ReadyStore,
+        ports: Ports,
+        *,
+        runner: Runner = in_thread,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`settings` is what a bundle's `config.yaml` shows; by default, `config` itself.
+
+        Raises:
+            ConfigError: the settings can never fill a step; the message has the numbers.
+        """
+        self._config = config
+        self._ports = ports
+        self._ready = ready
+        self._runner = runner
+        self._settings: dict[str, Any] = dict(settings or msgspec.to_builtins(config))
+        self._sampler = ports.sampler or build_sampler(
+            config.async_rl.sampler, config.grpo.num_prompts_per_step
+        )
+        capacity, self._max_inflight = check_capacity(config, self._sampler)
+        bundle = ready.bundle
+        self._bundle = bundle
+        self._state = RunState(
+            self._ledger_from(bundle), Places(capacity), self._sampler, ports.events
+        )
+        self._barrier = CheckpointBarrier()
+        self._pump: TrainPump | None = None
+
+    async def run(self) -> RunResult:
+        """Train to the last step, the end of prompts, or a stop request.
+
+        Ends with every task gone, every place and barrier section given back, and the last
+        bundle published.
+
+        Raises:
+            ScError: the root cause, if anything failed; other tasks' errors are logged.
+        """
+        if self._pump is not None:
+            raise RestoreOrderError("this controller has run; build another one")
+        try:
+            return await self._run()
+        except BaseExceptionGroup as group:
+            cause = root_cause(group)
+            logger.error("the run failed: %s: %s", type(cause).__name__, cause)
+            raise cause from group
+
+    def stop(self, reason: str = "stopped") -> None:
+        """Ask the run to end: an unfinished step is abandoned, a last bundle is saved."""
+        self._state.request_stop(reason)
+
+    def request_checkpoint(self) -> None:
+        """Ask for a bundle as soon as the train pump can, also in the middle of a step."""
+        self._state.request_save()
+
+    def audit(self) -> None:
+        """Check the conservation law now.
+
+        Raises:
+            Conservation: it is broken.
+        """
+        self._state.audit()
+
+    def statistics(self) -> ControllerStatistics:
+        state, ledger = self._state, self._state.ledger
+        return ControllerStatistics(
+            step=ledger.step,
+            weight_version=ledger.weight_version,
+            waiting=ledger.waiting_count,
+            in_flight=ledger.in_flight_count,
+            committed=ledger.index.ready_count,
+            selected=ledger.index.selected_count,
+            places_held=state.places.held,
+            places_capacity=state.places.capacity,
+            gate_closed_for=state.gate_closed_for,
+            stop_reason=state.stop_reason,
+            barrier=self._barrier.statistics(),
+            last_metrics={} if self._pump is None else self._pump.last_metrics,
+        )
+
+    # the task tree ---------------------------------------------------------------------
+
+    async def _run(self) -> RunResult:
+        plane = await self._ports.connect(self._ready)
+        try:
+            return await self._run_on(plane)
+        finally:
+            with anyio.CancelScope(shield=True):
+                deadline_s = self._config.async_rl.deadlines.data_plane_s
+                await settle("data_plane.aclose", deadline_s, plane.aclose)
+
+    async def _run_on(self, plane: DataPlane) -> RunResult:
+        config, ports, state = self._config, self._ports, self._state
+        deadlines = config.async_rl.deadlines
+        suspects = self._bundle.cut.suspects if self._bundle is not None else ()
+        rows = Rows(plane, self._barrier, deadlines, suspects)
+        weights = WeightUpdates(state, ports.weight_sync, config.async_rl)
+        window = finaliser = None
+        if ports.bundles is not None and config.checkpointing.enabled:
+            finaliser = BundleFinaliser(
+                state,
+                ports.bundles,
+                ports.trainer,
+                ports.events,
+                config,
+                self._settings,
+                self._runner,
+                frozenset() if self._bundle is None else frozenset({self._bundle.step}),
+            )
+            window = CheckpointWindow(
+                self._barrier,
+                plane,
+                ports.trainer,
+                ports.bundles,
+                finaliser,
+                deadlines,
+                self._runner,
+                lambda: self._take_cut(rows),
+            )
+        advantages = AdvantageStage(rows, self._barrier, ports.estimator, self._runner)
+        rollouts = RolloutPump(
+            state,
+            config,
+            ports.source,
+            ports.worker,
+            rows,
+            self._barrier,
+            ports.group_filter,
+            max_inflight=self._max_inflight,
+        )
+        self._pump = TrainPump(
+            state,
+            config,
+            ports.trainer,
+            advantages,
+            rows,
+            self._barrier,
+            weights,
+            window,
+            ports.metrics,
+        )
+        await self._settle_in(plane, rows)
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(watch, state, config.async_rl.stall_watchdog.stall_timeout_s, self._report)
+            if finaliser is not None:
+                tg.start_soon(finaliser.run)
+            await weights.update()  # every engine confirms the version before a prompt goes out
+            tg.start_soon(rollouts.run)
+            reason = await self._pump.run(resumed=self._bundle is not None)
+            if finaliser is not None:
+                await finaliser.settled()
+            tg.cancel_scope.cancel()  # nothing left to generate for
+        ledger = state.ledger
+        ports.events.append("stopped", reason=reason, step=ledger.step)
+        await self._runner(ports.events.sync)
+        return RunResult(
+            reason=reason,
+            step=ledger.step,
+            weight_version=ledger.weight_version,
+            counters=dict(ledger.counters),
+        )
+
+    # from a bundle ---------------------------------------------------------------------
+
+    def _ledger_from(self, bundle: VerifiedBundle | None) -> Ledger:
+        grpo = self._config.grpo
+        if bundle is None:
+            return Ledger(prompts_per_step=grpo.num_prompts_per_step)
+        cut = bundle.cut
+        if cut.sampler == self._sampler.name:
+            self._sampler.restore(cut.sampler_state)
+        return Ledger.restored(
+            cut,
+            prompts_per_step=grpo.num_prompts_per_step,
+            group_size=grpo.num_generations_per_prompt,
+        )
+
+    async def _settle_in(self, plane: DataPlane, rows: Rows) -> None:
+        """Bring store, trainer and source to the bundle's instant, before any pump starts."""
+        config, ports, state, bundle = self._config, self._ports, self._state, self._bundle
+        deadlines, ledger = config.async_rl.deadlines, state.ledger
+        listed = await settle(
+            "data_plane.list_sample_ids", deadlines.data_plane_s, plane.list_sample_ids
+        )
+        if bundle is None:
+            if listed:
+                raise RestoreOrderError(
+                    f"a fresh start found {len(listed)} rows in the data plane: the store was"
+                    " touched after it was proven untouched"
+                )
+            ports.events.append("run_started", step=0, weight_version=0)
+            return
+        cut = bundle.cut
+        await self._runner(check_inventory, cut, listed)
+        async with self._barrier.mutation("restore"):
+            if not config.checkpointing.load_replay_buffer:
+                for group in ledger.index.groups():
+                    rows.suspects.update(group.sample_ids)
+            await rows.clear(())
+        ports.events.append(
+            "resumed",
+            parent=cut.incarnation,
+            parent_seq=cut.event_seq,
+            digest=bundle.digest,
+            step=cut.step,
+            weight_version=cut.weight_version,
+        )
+        for record in ledger.records():
+            if record.admitted:
+                state.places.restore(record.ordinal)
+        if not config.checkpointing.load_replay_buffer:
+            for group in ledger.index.groups():
+                state.regenerated(group, reason="load_replay_buffer is false")
+        if cut.sampler != self._sampler.name or cut.prompts_per_step != ledger.prompts_per_step:
+            self._sampler.adopt(ledger)
+        await settle(
+            "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
+        )
+        await ports.source.seek(cut.position)
+
+    def _take_cut(self, rows: Rows) -> tuple[Cut, int]:
+        ports, ledger = self._ports, self._state.ledger
+        cut = ledger.cut(
+            incarnation=ports.events.incarnation,
+            event_seq=ports.events.seq,
+            group_size=self._config.grpo.num_generations_per_prompt,
+            sampler=self._sampler.name,
+            sampler_state=self._sampler.state(),
+            source_fingerprint=ports.source.fingerprint(),
+            suspects=sorted(rows.suspects),
+        )
+        return cut, ledger.index.digest
+
+    def _report(self) -> str:
+        stats = self.statistics()
+        return (
+            f"step {stats.step}, weight version {stats.weight_version};"
+            f" waiting {stats.waiting}, in flight {stats.in_flight}, committed {stats.committed},"
+            f" selected {stats.selected}; places {stats.places_held}/{stats.places_capacity};"
+            f" gate {'open' if stats.gate_closed_for is None else 'closed for '}"
+            f"{stats.gate_closed_for or ''}; {self._barrier!r}"
+        )

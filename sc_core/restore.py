@@ -1,0 +1,184 @@
+"""From a directory of bundles to a store that may be used: the only way there is.
+
+    newest valid bundle -> untouched store -> load -> same rows, same cut -> ReadyStore
+
+A `ReadyStore` can't be made in any other way, is used once, and is what a data plane, and with
+it a controller, is opened from. The wrong order does not type-check; run anyway, it raises
+`RestoreOrderError`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from sc_core.bundle import BundleStore
+from sc_core.calls import settle
+from sc_core.config import ControllerConfig
+from sc_core.errors import (
+    BundleDamaged,
+    BundleInconsistent,
+    ConfigChanged,
+    InventoryMismatch,
+    NoValidBundle,
+    RestoreError,
+    RestoreOrderError,
+)
+from sc_core.ports import BootstrapDataPlane, Runner
+from sc_core.records import Cut
+from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
+from sc_core.window import check_inventory, snapshot_metadata
+
+logger = logging.getLogger(__name__)
+
+Refused = Callable[[str, RestoreError], None]
+_PROVEN = object()
+
+
+class ReadyStore:
+    """Proof that the store holds exactly a bundle's rows, or has never been touched.
+
+    Made by `restore` only. It may be sent to another process; each copy can be used once.
+    """
+
+    def __init__(self, proof: object, bundle: VerifiedBundle | None) -> None:
+        if proof is not _PROVEN:
+            raise RestoreOrderError("a ReadyStore comes from sc_core.restore(), after its checks")
+        self.bundle = bundle  #: what the store was filled from; None: a fresh start
+        self._used = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._used:
+            raise RestoreOrderError("this ReadyStore was used; it can't be sent on")
+        return _received, (self.bundle,)
+
+    def use(self) -> None:
+        """Spend the token: whoever opens a data plane calls this first.
+
+        Raises:
+            RestoreOrderError: it was spent before.
+        """
+        if self._used:
+            raise RestoreOrderError("this ReadyStore was used; restore again for another run")
+        self._used = True
+
+
+def _received(bundle: VerifiedBundle | None) -> ReadyStore:
+    return ReadyStore(_PROVEN, bundle)
+
+
+async def restore(
+    store: BundleStore,
+    bootstrap: BootstrapDataPlane,
+    config: ControllerConfig,
+    *,
+    runner: Runner,
+    resume: Literal["auto", "never"] | Path = "auto",
+    source_fingerprint: str | None = None,
+) -> ReadyStore:
+    """Fill the store from the newest bundle that can be used; none at all is a fresh start.
+
+    May be killed at any await and run again: it writes to no bundle. A damaged bundle is
+    skipped with a warning that says why, as is one whose snapshot does not load; the store is
+    discarded before the next is tried.
+
+    Raises:
+        RestoreOrderError: the store was touched before.
+        NoValidBundle: bundles exist and none can be used.
+        BundleInconsistent: an intact bundle contradicts itself; nothing is guessed.
+        ConfigChanged: the settings can't go on from the bundle; both numbers are named.
+    """
+    deadlines = config.async_rl.deadlines
+    if not await settle("store.is_untouched", deadlines.data_plane_s, bootstrap.is_untouched):
+        raise RestoreOrderError(
+            "the data plane's store was touched before the restore; restore first, or discard it"
+        )
+    refused: dict[str, RestoreError] = {}
+    while True:
+        bundle = await runner(_choose, store, resume, refused)
+        if bundle is None:
+            return ReadyStore(_PROVEN, None)
+        check_config(bundle.cut, config, source_fingerprint)
+        try:
+            await _fill(bundle, bootstrap, deadlines.data_plane_s, deadlines.snapshot_s)
+        except (BundleInconsistent, ConfigChanged, InventoryMismatch):
+            await settle("store.discard", deadlines.snapshot_s, bootstrap.discard)
+            raise
+        except Exception as exc:
+            failure = BundleDamaged(bundle.path.name, "data_plane", f"{type(exc).__name__}: {exc}")
+            logger.warning("not resuming from %s", failure)
+            refused[bundle.path.name] = failure
+            await settle("store.discard", deadlines.snapshot_s, bootstrap.discard)
+            continue
+        return ReadyStore(_PROVEN, bundle)
+
+
+def _choose(
+    store: BundleStore, resume: Literal["auto", "never"] | Path, refused: dict[str, RestoreError]
+) -> VerifiedBundle | None:
+    """The newest bundle that verifies and is not in `refused`, to which the damaged are added."""
+    if resume == "never":
+        present = candidates(store.directory, store.disk)
+        if present:
+            raise ConfigChanged(
+                f"{store.directory} holds {len(present)} checkpoints: resume from them,"
+                " or choose another directory to start afresh"
+            )
+        return None
+    if isinstance(resume, Path):
+        if resume.name in refused:
+            raise refused[resume.name]
+        return verify(resume, store.disk, key=store.key)
+
+    def on_refused(name: str, reason: RestoreError) -> None:
+        if name not in refused:
+            logger.warning("not resuming from %s: %s", name, reason)
+            refused[name] = reason
+
+    return newest_valid(
+        store.directory, store.disk, key=store.key, on_refused=on_refused, skip=refused
+    )
+
+
+async def _fill(
+    bundle: VerifiedBundle, bootstrap: BootstrapDataPlane, call_s: float, load_s: float
+) -> None:
+    metadata = await settle(
+        "store.load_checkpoint",
+        load_s,
+        lambda: bootstrap.load_checkpoint(bundle.data_plane_dir),
+    )
+    _agree(metadata, snapshot_metadata(bundle.cut, bundle.digest), bundle.path.name)
+    listed = await settle("store.list_sample_ids", call_s, bootstrap.list_sample_ids)
+    check_inventory(bundle.cut, listed)
+
+
+def _agree(found: Mapping[str, Any], wanted: Mapping[str, Any], bundle: str) -> None:
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise BundleInconsistent(
+                f"{bundle}: {name} is {value} in the cut and {found.get(name)} in data_plane"
+            )
+
+
+def check_config(cut: Cut, config: ControllerConfig, source_fingerprint: str | None) -> None:
+    """Refuse settings that can't go on from `cut`.
+
+    Raises:
+        ConfigChanged: the group size or the prompt source differs; both values are named.
+    """
+    group_size = config.grpo.num_generations_per_prompt
+    if cut.group_size != group_size:
+        raise ConfigChanged(
+            f"the checkpoint's groups have {cut.group_size} siblings and"
+            f" grpo.num_generations_per_prompt is {group_size}: a run can't change its group size"
+        )
+    changed = source_fingerprint is not None and cut.source_fingerprint != source_fingerprint
+    if changed and not config.checkpointing.allow_changed_source:
+        raise ConfigChanged(
+            f"the checkpoint's prompts have fingerprint {cut.source_fingerprint or '(none)'} and"
+            f" the prompts given now {source_fingerprint}: positions would mean other prompts."
+            " Set checkpointing.allow_changed_source to go on nevertheless"
+        )

@@ -1,0 +1,221 @@
+"""The rollout pump: which prompt goes out next, and what becomes of each attempt.
+
+A sampler's yes lets a prompt leave the source; a place, an in-flight slot and the open weight
+gate let it be dispatched. Stamp and dispatch are one synchronous step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from sc_core.barrier import CheckpointBarrier
+from sc_core.config import ControllerConfig
+from sc_core.errors import (
+    CallTimeout,
+    DataFailure,
+    DataPlaneError,
+    EndOfPrompts,
+    PromptDropped,
+    RolloutError,
+    RowsNotCleared,
+    root_cause,
+)
+from sc_core.ports import GroupFilter, PromptSource, RolloutWorker
+from sc_core.records import LedgerRecord, Prompt, Sample, Stamp, sample_ids
+from sc_core.rows import Rows
+from sc_core.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutPump:
+    """Keeps prompts flowing from the source to committed groups until it is cancelled."""
+
+    def __init__(
+        self,
+        state: RunState,
+        config: ControllerConfig,
+        source: PromptSource,
+        worker: RolloutWorker,
+        rows: Rows,
+        barrier: CheckpointBarrier,
+        group_filter: GroupFilter | None,
+        *,
+        max_inflight: int,
+    ) -> None:
+        self._state = state
+        self._source = source
+        self._worker = worker
+        self._rows = rows
+        self._barrier = barrier
+        self._filter = group_filter
+        self._siblings = config.grpo.num_generations_per_prompt
+        self._failures = config.async_rl.rollout_failure
+        self._deadlines = config.async_rl.deadlines
+        self._max_inflight = max_inflight
+        self._backing_off: set[int] = set()  #: ordinals that wait before their next attempt
+
+    async def run(self) -> None:
+        """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(self._pull)
+            while True:
+                await self._state.wait_until(lambda _: self._next_dispatch() is not None)
+                ready = self._next_dispatch()
+                if ready is not None:
+                    record = self._state.dispatched(*ready)
+                    tg.start_soon(self._attempt, record)
+
+    # choosing --------------------------------------------------------------------------
+
+    def _may_pull(self, state: RunState) -> bool:
+        """No prompt leaves the source before the sampler wants it and a place is free."""
+        ledger = state.ledger
+        return (
+            not ledger.exhausted
+            and state.stop_reason is None
+            and ledger.unadmitted_count == 0
+            and state.places.free > 0
+            and state.sampler.admit(ledger) is not None
+        )
+
+    async def _pull(self) -> None:
+        state = self._state
+        while True:
+            await state.wait_until(self._may_pull)
+            if not self._may_pull(state):
+                continue
+            try:
+                with anyio.fail_after(self._deadlines.source_s):
+                    pulled = await self._source.next_prompt()
+            except EndOfPrompts:
+                state.end_of_prompts()
+                return
+            except TimeoutError as exc:
+                raise CallTimeout("source.next_prompt", self._deadlines.source_s) from exc
+            state.pulled(pulled)
+
+    def _next_dispatch(self) -> tuple[int, Stamp | None] | None:
+        """The lowest waiting ordinal that may leave now, with its stamp if it needs one."""
+        state, ledger = self._state, self._state.ledger
+        if (
+            state.gate_closed_for is not None
+            or state.stop_reason is not None
+            or ledger.in_flight_count >= self._max_inflight
+        ):
+            return None
+        record = ledger.next_waiting(self._backing_off)
+        if record is None:
+            return None
+        if record.admitted:  # a retry or a restored group keeps its place and its target
+            return record.ordinal, None
+        if record.ordinal not in state.places and state.places.free == 0:
+            return None
+        stamp = state.sampler.admit(ledger)
+        return None if stamp is None else (record.ordinal, stamp)
+
+    # one attempt -----------------------------------------------------------------------
+
+    async def _attempt(self, record: LedgerRecord) -> None:
+        error: BaseException
+        try:
+            samples = await self._generate(record)
+        except Exception as exc:
+            error = root_cause(exc)
+        else:
+            try:
+                await self._commit(record, samples)
+                return
+            except RowsNotCleared:
+                raise
+            except (DataPlaneError, DataFailure) as exc:  # the rows are gone again
+                error = exc
+        await self._failed(record, error)
+
+    async def _generate(self, record: LedgerRecord) -> list[Sample]:
+        assert record.start_weight_version is not None
+        version = record.start_weight_version
+        prompt = Prompt(ordinal=record.ordinal, group_id=record.group_id, payload=record.payload)
+        finished: dict[int, Sample] = {}
+
+        async def one(sibling: int) -> None:
+            self._state.request_started()
+            try:
+                with anyio.fail_after(self._deadlines.rollout_s):
+                    sample = await self._worker.rollout(prompt, sibling, version)
+            except TimeoutError as exc:
+                raise RolloutError(
+                    f"sibling {sibling} of group {record.group_id} took longer than"
+                    f" {self._deadlines.rollout_s:g} s"
+                ) from exc
+            finally:
+                self._state.request_ended()
+            if isinstance(sample, Sample):
+                finished[sibling] = sample
+
+        async with anyio.create_task_group() as siblings:
+            for sibling in range(self._siblings):
+                siblings.start_soon(one, sibling)
+        if len(finished) < self._siblings:
+            raise RolloutError(
+                f"group {record.group_id}: {len(finished)} of {self._siblings} siblings"
+                " came back with a sample"
+            )
+        return [finished[sibling] for sibling in range(self._siblings)]
+
+    async def _commit(self, record: LedgerRecord, samples: Sequence[Sample]) -> None:
+        """Either the group is in the data plane and the index, or nothing changed."""
+        state, ordinal = self._state, record.ordinal
+        rewards = [sample.reward for sample in samples]
+        if self._filter is not None and not self._filter.keep(rewards):
+            state.dropped(ordinal, "filtered")
+            return
+        names = samples[0].fields.keys()
+        if any(sample.fields.keys() != names for sample in samples):
+            raise DataFailure(f"siblings of group {record.group_id} have different columns")
+        fields: dict[str, list[Any]] = {n: [s.fields[n] for s in samples] for n in names}
+        ends = [s.end_weight_version for s in samples if s.end_weight_version is not None]
+
+        def arrived(_: None) -> None:
+            state.committed(
+                ordinal,
+                rewards=rewards,
+                tokens=sum(sample.tokens for sample in samples),
+                end_weight_version=max(ends, default=state.ledger.weight_version),
+            )
+
+        asked = anyio.current_time()
+        async with self._barrier.mutation(f"commit {record.group_id}"):
+            state.commit_wait_s += anyio.current_time() - asked
+            await self._rows.put(
+                sample_ids(record.group_id, self._siblings),
+                fields,
+                [{"reward": reward} for reward in rewards],
+                then=arrived,
+            )
+
+    async def _failed(self, record: LedgerRecord, error: BaseException) -> None:
+        """Retry after a back-off, or follow `on_dropped_prompt`. Never a stand-in group."""
+        state, ordinal = self._state, record.ordinal
+        reason = f"{type(error).__name__}: {error}"
+        cause = "data" if isinstance(error, DataFailure) else "infra"
+        if cause == "data":
+            failed, allowed = record.data_failures, self._failures.max_data_attempts_per_prompt
+        else:
+            failed, allowed = record.infra_failures, self._failures.max_infra_attempts_per_prompt
+        logger.warning("group %s failed (%s): %s", record.group_id, cause, reason)
+        if failed + 1 >= allowed:
+            if self._failures.on_dropped_prompt == "fail":
+                raise PromptDropped(record.group_id, reason) from error
+            state.dropped(ordinal, f"{cause} failure: {reason}")
+            return
+        self._backing_off.add(ordinal)
+        state.retried(ordinal, cause, reason)
+        backoff_s = self._failures.backoff_base_s * 2**failed
+        await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
+        self._backing_off.remove(ordinal)
+        state.touch()

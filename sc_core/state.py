@@ -1,0 +1,198 @@
+"""What the pumps share. Ledger, places, event log and wake-ups move together, or not at all.
+
+Every method that changes something is synchronous: between two awaits of anybody, the run is
+in exactly one state, and the event log says how it got there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+
+from sc_core.ledger import Ledger
+from sc_core.places import Places
+from sc_core.ports import EventKind, EventSink, Sampler
+from sc_core.records import Group, LedgerRecord, PulledPrompt, Stamp
+from sc_core.watched import Watched
+
+
+class RunState:
+    """The live state of one run."""
+
+    def __init__(
+        self, ledger: Ledger, places: Places, sampler: Sampler, events: EventSink
+    ) -> None:
+        self.ledger = ledger
+        self.places = places
+        self.sampler = sampler
+        self.events = events
+        self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
+        self.stop_reason: str | None = None  #: set once somebody asked the run to stop
+        self.save_requested = False
+        self.requests = 0  #: rollout calls under way
+        self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
+        self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
+        self._changes: Watched[RunState] = Watched(self)
+
+    async def wait_until(self, accepts: Callable[[RunState], bool]) -> None:
+        """Return once `accepts` has held; the caller re-checks, and acts without an await."""
+        await self._changes.wait_until(accepts)
+
+    def touch(self) -> None:
+        """Let those who wait look again."""
+        self._changes.touch()
+
+    @property
+    def nothing_more(self) -> bool:
+        """Whether no group can become ready any more: what is ready now is all there is."""
+        ledger = self.ledger
+        return ledger.exhausted and not ledger.waiting_count and not ledger.in_flight_count
+
+    # prompts --------------------------------------------------------------------------
+
+    def pulled(self, pulled: PulledPrompt) -> LedgerRecord:
+        record = self.ledger.pull(pulled)
+        self._emit("admitted", ordinal=record.ordinal)
+        return record
+
+    def end_of_prompts(self) -> None:
+        self.ledger.end_of_prompts()
+        self.touch()
+
+    def dispatched(self, ordinal: int, stamp: Stamp | None) -> LedgerRecord:
+        if ordinal not in self.places:
+            self.places.take(ordinal)
+        record = self.ledger.dispatch(ordinal, stamp)
+        self._emit(
+            "dispatched",
+            ordinal=ordinal,
+            group_id=record.group_id,
+            weight_version=record.start_weight_version,
+            step=record.target_step,
+        )
+        return record
+
+    def retried(self, ordinal: int, cause: str, reason: str) -> LedgerRecord:
+        record = self.ledger.retry(ordinal, cause)
+        self._emit("redispatched", ordinal=ordinal, group_id=record.group_id, reason=reason)
+        return record
+
+    def dropped(self, ordinal: int, reason: str) -> LedgerRecord:
+        record = self.ledger.drop(ordinal, reason)
+        if ordinal in self.places:
+            self.places.release(ordinal)
+        self._emit("dropped", ordinal=ordinal, group_id=record.group_id, reason=reason)
+        return record
+
+    # groups ---------------------------------------------------------------------------
+
+    def committed(
+        self, ordinal: int, *, rewards: Sequence[float], tokens: int, end_weight_version: int
+    ) -> Group:
+        group = self.ledger.commit(
+            ordinal, rewards=rewards, tokens=tokens, end_weight_version=end_weight_version
+        )
+        self._emit(
+            "committed",
+            ordinal=ordinal,
+            group_id=group.group_id,
+            weight_version=group.start_weight_version,
+        )
+        return group
+
+    def selected(self, groups: Sequence[Group], step: int) -> None:
+        self.ledger.select(groups)
+        self._emit_each("selected", groups, step=step)
+
+    def abandoned(self, groups: Sequence[Group], step: int) -> None:
+        self.ledger.abandon(groups)
+        self._emit_each("abandoned", groups, step=step)
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """One finished step: the groups are gone, the version is the next, the gate is closed."""
+        self.ledger.train(groups)
+        for group in groups:
+            self.places.release(group.ordinal)
+        self.gate_closed_for = f"weight sync of version {self.ledger.weight_version}"
+        self.progress += 1
+        self._emit_each(
+            "trained", groups, step=self.ledger.step, weight_version=self.ledger.weight_version
+        )
+
+    def evicted(self, group: Group, *, requeue: bool, reason: str) -> None:
+        """A committed group that has become too old: its prompt goes out again, or is dropped."""
+        self._emit("evicted", ordinal=group.ordinal, group_id=group.group_id, reason=reason)
+        if requeue:
+            record = self.ledger.requeue(group.ordinal)
+            self._emit(
+                "redispatched", ordinal=group.ordinal, group_id=record.group_id, reason=reason
+            )
+        else:
+            self.dropped(group.ordinal, reason)
+
+    # the run --------------------------------------------------------------------------
+
+    def open_gate(self) -> None:
+        """Engines have confirmed the current version: dispatching may go on."""
+        self.gate_closed_for = None
+        self.progress += 1
+        self._emit("weight_sync", weight_version=self.ledger.weight_version, step=self.ledger.step)
+
+    def saved(self, **fields: Any) -> None:
+        self.progress += 1
+        self._emit("checkpoint", **fields)
+
+    def request_stop(self, reason: str) -> None:
+        if self.stop_reason is None:
+            self.stop_reason = reason
+            self.touch()
+
+    def request_save(self) -> None:
+        self.save_requested = True
+        self.touch()
+
+    def request_started(self) -> None:
+        self.requests += 1
+
+    def request_ended(self) -> None:
+        self.requests -= 1
+        self.touch()
+
+    def audit(self) -> None:
+        """Check the conservation law over ledger, index and places.
+
+        Raises:
+            Conservation: naming the first ordinal or count that is wrong.
+        """
+        self.ledger.audit(self.places.holders())
+
+    def _emit(self, kind: EventKind, **fields: Any) -> None:
+        self.events.append(kind, **fields)
+        self.touch()
+
+    def _emit_each(self, kind: EventKind, groups: Sequence[Group], **fields: Any) -> None:
+        self.events.append_many(
+            kind, [{"ordinal": g.ordinal, "group_id": g.group_id, **fields} for g in groups]
+        )
+        self.touch()
+
+
+class Stopwatch:
+    """Adds up seconds per name, for `timing/…` metrics."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = anyio.current_time()
+        try:
+            yield
+        finally:
+            self.add(name, anyio.current_time() - started)

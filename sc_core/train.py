@@ -1,0 +1,251 @@
+"""The train pump: one optimizer step after another, from ready groups to moved weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import anyio
+
+from sc_core.advantage import AdvantageStage
+from sc_core.barrier import CheckpointBarrier
+from sc_core.calls import settle
+from sc_core.config import ControllerConfig
+from sc_core.ports import MetricsSink, Trainer
+from sc_core.records import Batch, Group
+from sc_core.rows import Rows
+from sc_core.state import RunState, Stopwatch
+from sc_core.weights import WeightUpdates
+from sc_core.window import CheckpointWindow
+
+EndReason = Literal["max_steps", "exhausted", "stopped"]
+R = TypeVar("R")
+
+
+class TrainPump:
+    """Selects groups, trains on them, moves the weights and saves, until there is no more to do."""
+
+    def __init__(
+        self,
+        state: RunState,
+        config: ControllerConfig,
+        trainer: Trainer,
+        advantages: AdvantageStage,
+        rows: Rows,
+        barrier: CheckpointBarrier,
+        weights: WeightUpdates,
+        window: CheckpointWindow | None,
+        metrics: MetricsSink,
+    ) -> None:
+        self._state = state
+        self._config = config
+        self._trainer = trainer
+        self._advantages = advantages
+        self._rows = rows
+        self._barrier = barrier
+        self._weights = weights
+        self._window = window
+        self._metrics = metrics
+        self._groups_per_step = config.grpo.num_prompts_per_step
+        self._groups_per_chunk = (
+            config.async_rl.min_groups_for_streaming_train or self._groups_per_step
+        )
+        self._saved_step: int | None = None  #: step of the last bundle of this incarnation
+        self._evicted = 0
+        self.last_metrics: dict[str, Any] = {}
+
+    async def run(self, *, resumed: bool) -> EndReason:
+        """Train until the last step, the end of prompts, or a stop request; then save."""
+        ledger = self._state.ledger
+        if resumed:
+            self._saved_step = ledger.step
+        reason: EndReason = "max_steps"
+        while ledger.step < self._config.grpo.max_num_steps:
+            lap = Stopwatch()
+            with lap("timing/train/total_step_time"):
+                ended = await self._step(lap)
+            if ended is not None:
+                reason = ended
+                break
+            self._report(lap)
+            if self._save_is_due():
+                await self._save()
+        if self._window is not None and self._saved_step != ledger.step:
+            await self._save()
+        return reason
+
+    # one step --------------------------------------------------------------------------
+
+    async def _step(self, lap: Stopwatch) -> EndReason | None:
+        """Make one step, or say why there is none.
+
+        Until `finish_step` is called, a cancel or an error abandons the open step: its groups
+        are committed again, whole. `finish_step` itself is awaited to its end, and its groups
+        count as trained in the same synchronous step.
+        """
+        state, ledger = self._state, self._state.ledger
+        step = ledger.step + 1
+        groups: list[Group] = []
+        opened = False
+        self._evicted = 0
+        try:
+            while len(groups) < self._groups_per_step:
+                with lap("timing/train/exposed_generation"):
+                    chunk = await self._next_chunk(step, self._groups_per_step - len(groups))
+                if not chunk:
+                    break
+                groups.extend(chunk)
+                if not opened:
+                    opened = True
+                    await self._call("begin_step", lambda: self._trainer.begin_step(step))
+                await self._train_on(
+                    Batch(step=step, weight_version=ledger.weight_version, groups=tuple(chunk)),
+                    lap,
+                )
+            if not groups:
+                return "stopped" if state.stop_reason else "exhausted"
+            if state.stop_reason and len(groups) < self._groups_per_step:
+                await self._abandon(step, groups, opened)
+                return "stopped"
+            with lap("timing/train/policy_training"):
+                trained = await self._call(
+                    "finish_step", self._trainer.finish_step, then=lambda _: state.trained(groups)
+                )
+        except BaseException:
+            if ledger.step < step:
+                with anyio.CancelScope(shield=True):
+                    await self._abandon(step, groups, opened)
+            raise
+        self.last_metrics = self._metrics_of(groups, trained)
+        await self._clear(groups)
+        with lap("timing/train/weight_sync"):
+            await self._weights.update()
+        return None
+
+    async def _next_chunk(self, step: int, at_most: int) -> list[Group]:
+        """Wait for groups to train on, in ordinal order; none when the step can't go on."""
+        state, ledger, sampler = self._state, self._state.ledger, self._state.sampler
+        at_least = min(self._groups_per_chunk, at_most)
+        while True:
+            await self._evict()
+            chosen = list(sampler.select(ledger, at_least, at_most))
+            if not chosen and state.nothing_more:  # the tail makes one short step
+                ledger.retarget(self._groups_per_step)
+                chosen = list(sampler.select(ledger, 1, at_most))
+            if state.stop_reason is None and chosen:
+                chosen.sort(key=lambda group: group.ordinal)
+                state.selected(chosen, step)
+                return chosen
+            if state.stop_reason is not None or state.nothing_more:
+                return []
+            if state.save_requested:
+                await self._save()
+                continue
+            await state.wait_until(lambda _: self._worth_a_look(at_least, at_most))
+
+    def _worth_a_look(self, at_least: int, at_most: int) -> bool:
+        state = self._state
+        return bool(
+            state.stop_reason is not None
+            or state.nothing_more
+            or state.save_requested
+            or state.sampler.select(state.ledger, at_least, at_most)
+            or state.sampler.evict(state.ledger)
+        )
+
+    async def _evict(self) -> None:
+        """Give up ready groups that are too old: the index first, then their rows."""
+        state = self._state
+        if not state.sampler.evict(state.ledger):
+            return
+        async with self._barrier.mutation("evict"):
+            stale = state.sampler.evict(state.ledger)
+            rl = self._config.async_rl
+            for group in stale:
+                age = state.ledger.weight_version - group.start_weight_version
+                record = state.ledger.get(group.ordinal)
+                requeue = (
+                    rl.on_stale_prompt == "requeue"
+                    and record is not None
+                    and record.stale_requeues < rl.max_stale_requeues
+                )
+                state.evicted(group, requeue=requeue, reason=f"stale by {age} versions")
+            self._evicted += len(stale)
+            await self._rows.clear(row for group in stale for row in group.sample_ids)
+
+    async def _train_on(self, batch: Batch, lap: Stopwatch) -> None:
+        with lap("timing/train/policy_and_reference_logprobs"):
+            async with self._barrier.mutation(f"prepare step {batch.step}"):
+                await self._call("prepare", lambda: self._trainer.prepare(batch))
+        with lap("timing/train/advantage_calculation"):
+            await self._advantages.run(batch)
+        with lap("timing/train/policy_training"):
+            await self._call("train_microbatches", lambda: self._trainer.train_microbatches(batch))
+
+    async def _abandon(self, step: int, groups: Sequence[Group], opened: bool) -> None:
+        if opened:
+            await self._call("abandon_step", self._trainer.abandon_step)
+        if groups:
+            self._state.abandoned(groups, step)
+
+    async def _clear(self, groups: Sequence[Group]) -> None:
+        async with self._barrier.mutation("clear trained rows"):
+            await self._rows.clear(row for group in groups for row in group.sample_ids)
+
+    async def _call(
+        self,
+        name: str,
+        work: Callable[[], Awaitable[R]],
+        then: Callable[[R], None] | None = None,
+    ) -> R:
+        deadline_s = self._config.async_rl.deadlines.trainer_s
+        return await settle(f"trainer.{name}", deadline_s, work, then=then)
+
+    # after a step ----------------------------------------------------------------------
+
+    def _save_is_due(self) -> bool:
+        if self._window is None:
+            return False
+        step = self._state.ledger.step
+        periodic = step % self._config.checkpointing.save_period == 0
+        return self._state.save_requested or periodic
+
+    async def _save(self) -> None:
+        self._state.save_requested = False
+        if self._window is None:
+            return
+        numbers = {k: v for k, v in self.last_metrics.items() if isinstance(v, (int, float))}
+        await self._window.save(self._state.ledger.step, numbers)
+        self._saved_step = self._state.ledger.step
+
+    def _metrics_of(self, groups: Sequence[Group], trained: Mapping[str, float]) -> dict[str, Any]:
+        ledger = self._state.ledger
+        lags = [ledger.weight_version - 1 - group.start_weight_version for group in groups]
+        return {
+            "step": ledger.step,
+            "weight_version": ledger.weight_version,
+            "incarnation": self._state.events.incarnation,
+            **{f"train/{name}": value for name, value in trained.items()},
+            "train/reward": math.fsum(group.reward for group in groups) / len(groups),
+            "train/groups": len(groups),
+            "train/tokens": sum(group.tokens for group in groups),
+            "train/staleness_versions_mean": math.fsum(lags) / len(lags),
+            "train/staleness_versions_max": max(lags),
+            "train/evicted_stale_prompt_groups": self._evicted,
+        }
+
+    def _report(self, lap: Stopwatch) -> None:
+        state = self._state
+        self.last_metrics |= {
+            **lap.seconds,
+            "rollout/committed_total": state.ledger.counters.get("committed", 0),
+            "rollout/skipped_total": state.ledger.counters.get("dropped", 0),
+            "rollout/inflight": state.ledger.in_flight_count,
+            "rollout/places_used": state.places.held,
+            "rollout/commit_wait_s": state.commit_wait_s,
+        }
+        if self._window is not None:
+            timings = self._window.timings
+            self.last_metrics |= {f"timing/rollout_checkpoint/{k}": v for k, v in timings.items()}
+        self._metrics.write(self.last_metrics)

@@ -1,0 +1,125 @@
+"""The checkpoint window: the one moment in which a cut and a snapshot describe the same rows.
+
+Only this section stops commits and clears; generation, and everything before and after the
+section, goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import anyio
+
+from sc_core.barrier import CheckpointBarrier
+from sc_core.bundle import BundleStore, Staged
+from sc_core.calls import settle
+from sc_core.config import DeadlinesConfig
+from sc_core.cut import cut_digest
+from sc_core.errors import InventoryMismatch
+from sc_core.finaliser import BundleFinaliser
+from sc_core.ports import DataPlane, Runner, Trainer
+from sc_core.records import Cut, SampleId, row_ids
+from sc_core.state import Stopwatch
+
+
+class CheckpointWindow:
+    def __init__(
+        self,
+        barrier: CheckpointBarrier,
+        plane: DataPlane,
+        trainer: Trainer,
+        store: BundleStore,
+        finaliser: BundleFinaliser,
+        deadlines: DeadlinesConfig,
+        runner: Runner,
+        take_cut: Callable[[], tuple[Cut, int]],
+    ) -> None:
+        self._barrier = barrier
+        self._plane = plane
+        self._trainer = trainer
+        self._store = store
+        self._finaliser = finaliser
+        self._deadlines = deadlines
+        self._runner = runner
+        self._take_cut = take_cut  #: the cut and the digest of its groups, without an await
+        self.timings: Mapping[str, float] = {}  #: of the last save, in seconds
+
+    async def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stage a bundle of the present and hand it to the finaliser.
+
+        `step` is the last finished step. A cancel before the hand-over leaves a `tmp_step_N`
+        that nothing ever reads.
+
+        Raises:
+            SaveError: the bundle before this one could not be published, or this one staged.
+            InventoryMismatch: the data plane's rows are not those of the cut.
+            BarrierTimeout, CallTimeout: naming who holds the barrier, or which call hung.
+        """
+        lap = Stopwatch()
+        with lap("total_save_seconds"):
+            await self._finaliser.settled()
+            disk_s = self._deadlines.disk_s
+            staged = await settle(
+                "staging a bundle", disk_s, lambda: self._runner(self._store.stage, step)
+            )
+            await settle(
+                "trainer.save",
+                self._deadlines.trainer_s,
+                lambda: self._trainer.save(staged.policy_dir),
+            )
+            asked = anyio.current_time()
+            async with self._barrier.checkpoint(
+                f"checkpoint of step {step}", deadline_s=self._deadlines.trainer_s
+            ):
+                lap.add("barrier_wait_seconds", anyio.current_time() - asked)
+                with lap("exclusive_hold_seconds"):
+                    cut, digest = await self._snapshot(staged, lap)
+            self._finaliser.submit((staged, cut, digest, dict(metrics)))
+        self.timings = lap.seconds
+
+    async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
+        cut, groups_digest = self._take_cut()
+        digest = await self._runner(_digest, cut, groups_digest)
+        listed = await settle(
+            "data_plane.list_sample_ids",
+            self._deadlines.data_plane_s,
+            self._plane.list_sample_ids,
+        )
+        await self._runner(check_inventory, cut, listed)
+        with lap("tq_save_seconds"):
+            await settle(
+                "data_plane.save_checkpoint",
+                self._deadlines.snapshot_s,
+                lambda: self._plane.save_checkpoint(
+                    staged.data_plane_dir, snapshot_metadata(cut, digest)
+                ),
+            )
+        return cut, digest
+
+
+def check_inventory(cut: Cut, listed: frozenset[SampleId]) -> None:
+    """Compare the rows of a store with those of a cut; suspects may be there or not.
+
+    Raises:
+        InventoryMismatch: naming the first rows that are missing or unexpected.
+    """
+    expected = row_ids(cut.groups)
+    missing = expected - listed
+    unexpected = listed - expected - frozenset(cut.suspects)
+    if missing or unexpected:
+        raise InventoryMismatch(sorted(missing), sorted(unexpected))
+
+
+def snapshot_metadata(cut: Cut, digest: str) -> dict[str, object]:
+    """What the data plane's snapshot says about the cut it belongs to."""
+    return {
+        "cut_digest": digest,
+        "step": cut.step,
+        "weight_version": cut.weight_version,
+        "groups": len(cut.groups),
+        "rows": sum(len(group.sample_ids) for group in cut.groups),
+    }
+
+
+def _digest(cut: Cut, groups_digest: int) -> str:
+    return cut_digest(cut, groups_digest=groups_digest)
