@@ -42,6 +42,9 @@ class Places:
     def statistics(self) -> PlacesStatistics:
         return PlacesStatistics(self._capacity, self.held, self.free, self.holders())
 
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._holders
+
     @property
     def capacity(self) -> int:
         return self._capacity
