@@ -1,0 +1,412 @@
+"""Writes bundles: stage, seal, publish. A crash at any instant leaves the old one or the new one.
+
+All functions are synchronous; callers on an event loop run them through a runner.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sc_core.cut import cut_digest, encode_cut
+from sc_core.disk import LOCAL, Disk, DiskLock
+from sc_core.errors import SaveError, ScError
+from sc_core.manifest import (
+    ASIDE,
+    AT_MOST_BYTES,
+    CONFIG,
+    CUT,
+    DATA_PLANE,
+    INFO,
+    MANIFEST,
+    MAX_FILES,
+    MAX_NESTING,
+    MAX_PATH_DEPTH,
+    POLICY,
+    POSITION,
+    STAGED,
+    TRASH,
+    FileSeal,
+    Manifest,
+    bundle_name,
+    cut_nests_too_deeply,
+    nests_too_deeply,
+    parse_name,
+    saved_position,
+    seal_manifest,
+    training_info,
+)
+from sc_core.records import Cut
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".writer.lock"
+_PROBE = ".probe"
+_HINTS = {
+    errno.ENOSPC: "free some space on that file system",
+    errno.EDQUOT: "the quota is used up: free some space",
+    errno.EACCES: "let this user write there",
+    errno.EPERM: "let this user write there",
+    errno.EROFS: "the file system is read-only: choose another directory",
+    errno.ENOTDIR: "a file is in the way: move it away",
+    errno.ELOOP: "a symbolic link is in the way: move it away",
+}
+
+
+class BundleStore:
+    """The bundles of one run, as their only writer.
+
+    `key` signs manifests (`SC_BUNDLE_KEY`); `now` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        disk: Disk = LOCAL,
+        key: bytes | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.directory = disk.real(directory)
+        self.disk = disk
+        self.key = key
+        self.published: int | None = None  #: step of the last bundle that this store published
+        self._now = now
+        self._lock: DiskLock | None = None
+
+    def open(self) -> None:
+        """Become the writer: make the directory, lock it, and tidy up after a crash.
+
+        A bundle that was moved aside and never replaced gets its name back. What was staged
+        and not published, or half deleted, goes away; foreign names stay. Open the store
+        before a restore looks for bundles, so that none of them changes its name afterwards.
+
+        Raises:
+            RunInUse: another process writes here.
+            SaveError: the directory can't be made or written, or others may write to it.
+        """
+        if self._lock is not None:
+            return
+        with _saving("opening", self.directory):
+            self._make_directories(self.directory)
+            if not self.disk.is_private(self.directory):
+                raise SaveError(
+                    f"{self.directory} can be written by other users, who could then run code"
+                    f" when a bundle is loaded; chown it or run: chmod go-w {self.directory}"
+                )
+            self._lock = self.disk.lock(self.directory / LOCK)
+        try:
+            self._tidy()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another writer in. Safe to call twice."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def preflight(self, expected_bytes: int) -> None:
+        """Check that a bundle of that size can be written now.
+
+        Raises:
+            SaveError: not enough space, with what is needed and what is free; or not writable.
+        """
+        self._check_lock()
+        with _saving("writing to", self.directory):
+            probe = self.directory / _PROBE
+            self.disk.remove_tree(probe)
+            self.disk.make_dir(probe)
+            self.disk.write(probe / _PROBE, b"\0" * 4096)
+            self.disk.remove_tree(probe)
+            free = self.disk.free_bytes(self.directory)
+        if free < expected_bytes:
+            raise SaveError(
+                f"{self.directory} has {free:,} bytes free and a bundle needs about"
+                f" {expected_bytes:,}; free {expected_bytes - free:,} bytes or keep fewer bundles"
+            )
+
+    def stage(self, step: int) -> Staged:
+        """Make an empty `tmp_step_N`; one left by an earlier attempt is removed.
+
+        Raises:
+            SaveError: also if `step_N` exists and is no directory.
+        """
+        self._check_lock()
+        path = self.directory / f"{STAGED}{step}"
+        with _saving("staging", path):
+            self._target(step)
+            self.disk.remove_tree(path)
+            self.disk.make_dir(path)
+            self.disk.make_dir(path / POLICY)
+        return Staged(path, step, disk=self.disk, key=self.key, now=self._now)
+
+    def publish(
+        self,
+        staged: Staged,
+        *,
+        cut: Cut,
+        digest: str,
+        config: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> Path:
+        """Write the cut, seal, and turn `tmp_step_N` into `step_N`, replacing one that exists.
+
+        Raises:
+            SaveError: it is not published; or it is, and a power cut may undo that. Either
+                way `step_N`, if it existed, is the old bundle or the new one.
+        """
+        staged.write_cut(cut=cut, digest=digest, config=config, metrics=metrics)
+        staged.seal()
+        self._check_lock()
+        final = self.directory / bundle_name(staged.step)
+        with _saving("publishing", final):
+            self._put_in_place(staged, final)
+        self.published = staged.step
+        try:
+            self.disk.remove_tree(staged.path)  # after an exchange, the replaced bundle
+            self._remove_aside(staged.step)
+        except OSError as exc:
+            logger.warning("what %s replaced is left beside it: %s", final, exc)
+        return final
+
+    def discard(self, step: int) -> None:
+        """Delete `step_N`: first its name, durably, then its files. Follows no link.
+
+        Raises:
+            SaveError: it is still there, or the files are, under a name that is never read.
+        """
+        self._check_lock()
+        path = self.directory / bundle_name(step)
+        with _saving("deleting", path):
+            self._remove_aside(step)  # else the next start would take it for the bundle
+            self._remove(path, step)
+
+    def _put_in_place(self, staged: Staged, final: Path) -> None:
+        disk, parent, new = self.disk, self.directory, staged.path
+        if not self._target(staged.step):
+            disk.rename(new, final)
+        elif not disk.exchange(new, final):
+            self._remove_aside(staged.step)
+            aside = parent / f"{ASIDE}{staged.step}"
+            disk.rename(final, aside)
+            disk.sync_dir(parent)
+            try:
+                disk.rename(new, final)
+            except OSError:
+                with suppress(OSError):  # else `open` does it
+                    disk.rename(aside, final)
+                raise
+        staged.spend()
+        disk.sync_dir(parent)
+
+    def _remove_aside(self, step: int) -> None:
+        """Delete what was moved aside, if anything, although `step_N` exists."""
+        aside = self.directory / f"{ASIDE}{step}"
+        if aside.name in self.disk.entries(self.directory):
+            self._remove(aside, step)
+
+    def _remove(self, path: Path, step: int) -> None:
+        """Delete a directory; its name first, as half a bundle must not look like one."""
+        trash = self.directory / f"{TRASH}{step}"
+        self.disk.remove_tree(trash)
+        self.disk.rename(path, trash)
+        self.disk.sync_dir(self.directory)
+        self.disk.remove_tree(trash)
+
+    def _target(self, step: int) -> bool:
+        """Whether `step_N` exists."""
+        kind = self.disk.entries(self.directory).get(bundle_name(step))
+        if kind not in (None, "dir"):
+            path = self.directory / bundle_name(step)
+            raise SaveError(f"{path} is in the way and is no directory; move it away")
+        return kind is not None
+
+    def _tidy(self) -> None:
+        with _saving("recovering", self.directory):
+            names = self.disk.entries(self.directory)
+            for name, kind in names.items():
+                prefix, step = parse_name(name) or ("", 0)
+                if kind != "dir" or prefix not in (ASIDE, STAGED, TRASH):
+                    continue
+                path = self.directory / name
+                if prefix == ASIDE and bundle_name(step) not in names:
+                    self.disk.rename(path, self.directory / bundle_name(step))
+                    self.disk.sync_dir(self.directory)
+                    logger.warning("%s: recovered after a crash", bundle_name(step))
+                    continue
+                try:
+                    if prefix == ASIDE:
+                        self._remove(path, step)
+                    else:
+                        self.disk.remove_tree(path)
+                except OSError as exc:
+                    logger.warning("%s is of no use and can't be deleted: %s", path, exc)
+
+    def _make_directories(self, path: Path) -> None:
+        missing = []
+        while True:
+            try:
+                self.disk.make_dir(path)
+            except FileNotFoundError:
+                missing.append(path)
+                path = path.parent
+            except FileExistsError:
+                break
+            else:
+                self.disk.sync_dir(path.parent)
+                break
+        for path in reversed(missing):
+            self.disk.make_dir(path)
+            self.disk.sync_dir(path.parent)
+
+    def _check_lock(self) -> None:
+        if self._lock is None:
+            raise SaveError(f"{self.directory} is not open for writing: call open() first")
+        with _saving("checking the lock of", self.directory):
+            if not self._lock.is_held():
+                raise SaveError(
+                    f"the lock file of {self.directory} was replaced, so another process may"
+                    " write here too; end one of the two runs"
+                )
+
+
+class Staged:
+    """A `tmp_step_N` being filled. Nothing ever reads it under that name."""
+
+    def __init__(
+        self, path: Path, step: int, *, disk: Disk, key: bytes | None, now: Callable[[], float]
+    ) -> None:
+        self.path = path
+        self.step = step
+        self.policy_dir = path / POLICY  #: exists; for the trainer
+        self.data_plane_dir = path / DATA_PLANE  #: does not: the data plane makes it
+        self._disk = disk
+        self._key = key
+        self._now = now
+        self._manifest: Manifest | None = None
+        self._spent = False
+
+    def spend(self) -> None:
+        """Nothing may be written here any more: the path may now be that of another bundle."""
+        self._spent = True
+
+    def write_cut(
+        self,
+        *,
+        cut: Cut,
+        digest: str,
+        config: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Write the four files that tell of the cut. Repeating it is fine.
+
+        Raises:
+            SaveError: the cut is of another step or does not have that digest, or it could be
+                written but not read again: too large or too deeply nested.
+        """
+        if self._spent:
+            raise SaveError(f"{self.path} was published already: stage the step again")
+        if cut.step != self.step:
+            raise SaveError(f"{self.path} was staged for step {self.step}, not {cut.step}")
+        actual = cut_digest(cut)
+        if actual != digest:
+            raise SaveError(f"the cut of step {cut.step} has digest {actual}, not {digest}")
+        if cut_nests_too_deeply(cut) or nests_too_deeply(config):
+            raise SaveError(
+                "a payload, the position, the sampler's state or the settings have more than"
+                f" {MAX_NESTING} containers inside one another; flatten it"
+            )
+        self._manifest = None
+        with _saving("writing", self.path):
+            self._write(CUT, encode_cut(cut))
+            self._write(POSITION, msgspec.msgpack.encode(saved_position(cut)))
+            info = training_info(cut, created=self._now(), metrics=metrics)
+            self._write(INFO, _json(info))
+            self._write(CONFIG, _json(config))
+        self._manifest = Manifest(
+            step=cut.step, weight_version=cut.weight_version, cut_digest=digest, files={}
+        )
+
+    def seal(self) -> None:
+        """Hash every file into `MANIFEST.json`, written last, and make all of it durable.
+
+        Takes the right to write from other users on the way. Repeating it is fine.
+
+        Raises:
+            SaveError: something is no regular file, or belongs to another user, or
+                `write_cut` has not been called.
+        """
+        if self._manifest is None or self._spent:
+            raise SaveError(f"{self.path} has no cut yet: call write_cut() first")
+        files: dict[str, FileSeal] = {}
+        with _saving("sealing", self.path):
+            if self._disk.entries(self.path).get(DATA_PLANE) != "dir":
+                raise SaveError(f"{self.data_plane_dir} is missing: the data plane saved nothing")
+            self._seal_directory(self.path, "", files)
+            manifest = msgspec.structs.replace(self._manifest, files=files)
+            self._write(MANIFEST, seal_manifest(manifest, self._key))
+            self._disk.sync(self.path / MANIFEST)
+            self._disk.sync_dir(self.path)
+
+    def _seal_directory(self, path: Path, inside: str, files: dict[str, FileSeal]) -> None:
+        if inside.count("/") >= MAX_PATH_DEPTH:
+            raise SaveError(f"{path} is more than {MAX_PATH_DEPTH} directories deep")
+        self._make_private(path)
+        for name, kind in self._disk.entries(path).items():
+            one, relative = path / name, f"{inside}{name}"
+            if relative == MANIFEST:
+                continue  # of an earlier attempt
+            if kind == "dir":
+                self._seal_directory(one, f"{relative}/", files)
+            elif kind == "file" and name.isprintable():
+                self._make_private(one)
+                self._disk.sync(one)
+                files[relative] = FileSeal(*self._disk.sha256(one))
+            else:
+                raise SaveError(
+                    f"{one!s:.200} is a {kind} and can't be in a bundle, which holds regular"
+                    " files with printable names"
+                )
+        if len(files) > MAX_FILES:
+            raise SaveError(f"{self.path} has more than {MAX_FILES} files")
+        self._disk.sync_dir(path)
+
+    def _make_private(self, path: Path) -> None:
+        self._disk.make_private(path)
+        if not self._disk.is_private(path):
+            raise SaveError(f"{path} belongs to another user, who could change it; chown it")
+
+    def _write(self, name: str, data: bytes) -> None:
+        if len(data) > AT_MOST_BYTES[name]:
+            raise SaveError(
+                f"{name} would have {len(data):,} bytes and at most {AT_MOST_BYTES[name]:,} are"
+                " read back; keep prompts as keys instead of payloads, or buffer fewer"
+            )
+        self._disk.write(self.path / name, data)
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+@contextmanager
+def _saving(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        hint = _HINTS.get(exc.errno or 0, "look at that disk, then save again")
+        at = exc.filename or path
+        raise SaveError(f"{what} {path} failed at {at}: {exc.strerror or exc}; {hint}") from exc
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
+        if isinstance(exc, ScError):
+            raise
+        raise SaveError(f"{what} {path} failed: not plain data: {exc}") from exc
