@@ -1,0 +1,191 @@
+"""The cut on disk: its bytes, its digest, and what it must not contradict."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from sc_core.digest import MODULUS, group_digest, payload_digest, record_digest
+from sc_core.errors import BundleInconsistent, RestoreError, SaveError
+from sc_core.records import Cut, Group, LedgerRecord
+
+_decoder = msgspec.msgpack.Decoder(Cut)
+
+
+def encode_cut(cut: Cut) -> bytes:
+    """The cut as msgpack.
+
+    Raises:
+        SaveError: a payload, the position or the sampler's state is nothing msgpack can hold.
+    """
+    try:
+        return msgspec.msgpack.encode(cut)
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise SaveError(f"the cut can't be encoded as msgpack: {exc}") from exc
+
+
+def decode_cut(raw: bytes) -> Cut:
+    """Read what `encode_cut` wrote, or an older version of it.
+
+    Memory stays within a small multiple of `raw`, and nesting within the interpreter's limit.
+
+    Raises:
+        RestoreError: the bytes are no cut that this version understands.
+    """
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise RestoreError(f"the cut is unreadable: {exc}") from exc
+
+
+def cut_digest(
+    cut: Cut, *, groups_digest: int | None = None, records_digest: int | None = None
+) -> str:
+    """SHA-256 over everything in the cut, in hex.
+
+    Groups and records enter as the sums described in `sc_core.digest`. Ledger and index keep
+    these sums up to date (`ledger.index.digest`, `ledger.digest`): given them, as of the
+    instant of the cut, nothing here grows with the number of groups. Left out, they are
+    computed from the cut; the result is the same.
+
+    Raises:
+        SaveError: as `encode_cut`.
+    """
+    if groups_digest is None:
+        groups_digest = sum(map(group_digest, cut.groups)) % MODULUS
+    if records_digest is None:
+        records_digest = sum(map(_record_digest, cut.records)) % MODULUS
+    whole = hashlib.sha256(encode_cut(msgspec.structs.replace(cut, records=(), groups=())))
+    for count, total in ((len(cut.groups), groups_digest), (len(cut.records), records_digest)):
+        whole.update(count.to_bytes(8, "big") + total.to_bytes(32, "big"))
+    return whole.hexdigest()
+
+
+def _record_digest(record: LedgerRecord) -> int:
+    return record_digest(record, payload_digest(record.payload))
+
+
+def check_cut(cut: Cut) -> None:
+    """Refuse a cut whose parts contradict each other.
+
+    Raises:
+        BundleInconsistent: naming the first contradiction, with both sides of it.
+    """
+    _check_records(cut)
+    _check_groups(cut)
+    _check_rows(cut)
+    if cut.sampler == "in_order":
+        _check_targets(cut)
+
+
+def _check_records(cut: Cut) -> None:
+    last = -1
+    for record in cut.records:
+        if record.ordinal <= last:
+            raise BundleInconsistent(
+                f"ledger: the record of prompt {record.ordinal} comes after that of prompt {last};"
+                " each prompt has one record, in ascending order"
+            )
+        last = record.ordinal
+        _check_record(record, cut)
+    if last >= cut.next_ordinal:
+        raise BundleInconsistent(
+            f"ledger: prompt {last} has a record, but the next to be pulled is {cut.next_ordinal}"
+        )
+    trained, dropped = cut.counters.get("trained", 0), cut.counters.get("dropped", 0)
+    if len(cut.records) + trained + dropped != cut.next_ordinal:
+        raise BundleInconsistent(
+            f"ledger: {cut.next_ordinal} prompts have left the source, but {len(cut.records)} are"
+            f" live, {trained} were trained and {dropped} dropped"
+        )
+
+
+def _check_record(record: LedgerRecord, cut: Cut) -> None:
+    version = record.start_weight_version
+    if record.state != "waiting" and (version is None or not record.admitted):
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} is {record.state} with start version {version}"
+            f" and admitted={record.admitted}"
+        )
+    if version is not None and not 0 <= version <= cut.weight_version:
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} started at weight version {version}, but the cut is"
+            f" of version {cut.weight_version}"
+        )
+    if record.target_step is not None and record.target_step < 0:
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} has target step {record.target_step}, below 0"
+        )
+
+
+def _check_groups(cut: Cut) -> None:
+    owners = {r.ordinal: r for r in cut.records if r.state in ("committed", "selected")}
+    last = -1
+    for group in cut.groups:
+        record = owners.pop(group.ordinal, None)
+        if record is None:
+            raise BundleInconsistent(
+                f"index: group {group.group_id} of prompt {group.ordinal} has no committed record"
+                " of its own in the ledger"
+            )
+        mine = (group.group_id, group.start_weight_version, group.target_step)
+        its = (record.group_id, record.start_weight_version, record.target_step)
+        if mine != its:
+            raise BundleInconsistent(
+                f"prompt {group.ordinal}: group, start version and target step are {mine} in the"
+                f" index and {its} in the ledger"
+            )
+        if not group.start_weight_version <= group.end_weight_version <= cut.weight_version:
+            raise BundleInconsistent(
+                f"index: group {group.group_id} was generated from weight version"
+                f" {group.start_weight_version} to {group.end_weight_version}, but the cut is of"
+                f" version {cut.weight_version}"
+            )
+        if group.commit_seq <= last:
+            raise BundleInconsistent(
+                f"index: group {group.group_id} with commit number {group.commit_seq} comes after"
+                f" number {last}"
+            )
+        last = group.commit_seq
+    for ordinal, record in owners.items():
+        raise BundleInconsistent(
+            f"ledger: prompt {ordinal} is {record.state}, but the index does not have its group"
+            f" {record.group_id}"
+        )
+
+
+def _check_rows(cut: Cut) -> None:
+    owner: dict[str, Group] = {}
+    for group in cut.groups:
+        if len(group.sample_ids) != cut.group_size:
+            raise BundleInconsistent(
+                f"index: group {group.group_id} has {len(group.sample_ids)} rows, not"
+                f" {cut.group_size}"
+            )
+        for row in group.sample_ids:
+            if row in owner:
+                raise BundleInconsistent(
+                    f"index: row {row} belongs to group {owner[row].group_id} and to group"
+                    f" {group.group_id}"
+                )
+            owner[row] = group
+    for row in cut.suspects:
+        if row in owner:
+            raise BundleInconsistent(
+                f"row {row} is to be cleared as suspect, but belongs to group {owner[row].group_id}"
+            )
+
+
+def _check_targets(cut: Cut) -> None:
+    live: Iterable[int] = (
+        r.target_step for r in cut.records if r.admitted and r.target_step is not None
+    )
+    for target, count in sorted(Counter(live).items()):
+        if count > cut.prompts_per_step:
+            raise BundleInconsistent(
+                f"in_order: {count} live groups have target step {target}, and a step takes"
+                f" {cut.prompts_per_step}"
+            )

@@ -1,0 +1,496 @@
+"""`Ledger`: one record per prompt that left the source and is neither trained nor dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from msgspec.structs import replace
+
+from sc_core.counts import Counts, Tally
+from sc_core.cut import check_cut
+from sc_core.digest import payload_digest
+from sc_core.errors import ConfigChanged, Conservation
+from sc_core.index import ReplayIndex
+from sc_core.ordered import OrderedKeys
+from sc_core.records import (
+    Cut,
+    Group,
+    LedgerRecord,
+    PulledPrompt,
+    SampleId,
+    Stamp,
+    State,
+    sample_ids,
+)
+
+Cause = Literal["infra", "data", "stale", "commit"]
+COUNTERS = (
+    "committed", "trained", "dropped", "evicted", "requeued", "aborted", "redispatched",
+    "infra_failures", "data_failures", "samples", "tokens",
+)  # fmt: skip
+"""Groups, except the last four. `evicted` ones left the index untrained: dropped, or `requeued`.
+`aborted` ones became stale in flight. `samples` and `tokens` were trained on."""
+
+
+class Ledger:
+    """Every prompt under way, with its state; owns the index, so that both change in one step.
+
+    Implements `SamplerView`. Everything is synchronous, and a call that raises has changed
+    nothing: an operation on a prompt in the wrong state raises Conservation and names both.
+    """
+
+    def __init__(self, *, prompts_per_step: int) -> None:
+        # Invariant: next_ordinal == len(_records) + trained + dropped; _records ascend by
+        # ordinal; the index has a group exactly for the committed and the selected ones.
+        self.prompts_per_step = prompts_per_step
+        self.index = ReplayIndex()
+        self.position: Any = None  #: the prompt source's, after the last prompt pulled
+        self.next_ordinal = 0
+        self.exhausted = False  #: the source has nothing more
+        self.step = 0  #: finished training steps; changed by `train` alone
+        self.weight_version = 0  #: likewise
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._records: dict[int, LedgerRecord] = {}
+        self._payloads: dict[int, bytes] = {}  #: their digests
+        self._waiting = OrderedKeys()
+        self._counts = Counts()
+        self._next_commit_seq = 0
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{count} {state}" for state, count in self._counts.of_state.items())
+        return f"<Ledger of step {self.step}: {states}>"
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, ordinal: object) -> bool:
+        return ordinal in self._records
+
+    def get(self, ordinal: int) -> LedgerRecord | None:
+        return self._records.get(ordinal)
+
+    def records(self) -> tuple[LedgerRecord, ...]:
+        """All records, by ordinal."""
+        return tuple(self._records.values())
+
+    def next_waiting(self, skip: Container[int] = ()) -> LedgerRecord | None:
+        """The waiting record with the lowest ordinal that is not in `skip`."""
+        for (ordinal,) in self._waiting:
+            if ordinal not in skip:
+                return self._records[ordinal]
+        return None
+
+    # what they add up to --------------------------------------------------------------
+
+    @property
+    def digest(self) -> int:
+        """Of all records; see `sc_core.digest`."""
+        return self._counts.digest
+
+    @property
+    def waiting_count(self) -> int:
+        return self._counts.of_state["waiting"]
+
+    @property
+    def unadmitted_count(self) -> int:
+        """Prompts that wait for the sampler's first yes."""
+        return self._counts.unadmitted
+
+    @property
+    def in_flight_count(self) -> int:
+        return self._counts.of_state["in_flight"]
+
+    @property
+    def live_count(self) -> int:
+        """Admitted groups, in any state."""
+        return self._counts.live
+
+    def live_of_target(self, step: int) -> int:
+        return self._counts.of_target.get(step, 0)
+
+    def in_flight_of_version(self, version: int) -> int:
+        """Groups in flight, or waiting for a retry, with this start version."""
+        return self._counts.uncommitted_of_version.get(version, 0)
+
+    def oldest_live_version(self) -> int | None:
+        """Lowest start version of a group that is not selected; a retry keeps its last one."""
+        return min(self._counts.unselected_of_version, default=None)
+
+    # one prompt -----------------------------------------------------------------------
+
+    def pull(self, pulled: PulledPrompt) -> LedgerRecord:
+        """Record a prompt under a new ordinal, and the source's position with it.
+
+        Raises:
+            ValueError: msgpack can't hold the payload.
+            Conservation: the source had already ended.
+        """
+        if self.exhausted:
+            raise Conservation(f"pull: prompt {self.next_ordinal} came after the end of prompts")
+        try:
+            payload = payload_digest(pulled.payload)
+        except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+            raise ValueError(
+                f"prompt {self.next_ordinal}: its payload can't be saved as msgpack: {exc}"
+            ) from exc
+        record = LedgerRecord(ordinal=self.next_ordinal, payload=pulled.payload)
+        self._payloads[record.ordinal] = payload
+        self._put(record)
+        self.next_ordinal += 1
+        self.position = pulled.position
+        return record
+
+    def end_of_prompts(self) -> None:
+        self.exhausted = True
+
+    def dispatch(self, ordinal: int, stamp: Stamp | None) -> LedgerRecord:
+        """Waiting to in flight, started under the present weight version.
+
+        An admitted record needs no stamp and keeps its target step; one without a target (it
+        was requeued) takes that of the stamp, if there is one.
+        """
+        old = self._in_state("dispatch", ordinal, "waiting")
+        if stamp is None and not old.admitted:
+            raise Conservation(f"dispatch: prompt {ordinal} has no stamp and was never admitted")
+        target = old.target_step
+        if stamp is not None and stamp.target_step is not None:
+            if target not in (None, stamp.target_step):
+                raise Conservation(
+                    f"dispatch: prompt {ordinal} has target step {target} and a stamp for"
+                    f" {stamp.target_step}"
+                )
+            target = stamp.target_step
+        if old.attempt:
+            self.counters["redispatched"] += 1
+        return self._put(
+            replace(
+                old,
+                state="in_flight",
+                admitted=True,
+                target_step=target,
+                start_weight_version=self.weight_version,
+            )
+        )
+
+    def retry(self, ordinal: int, cause: Cause) -> LedgerRecord:
+        """In flight to waiting, as a new attempt with the same target step.
+
+        `infra` and `commit` count as failures of the infrastructure, `data` as one of the
+        prompt, `stale` as an abort.
+        """
+        old = self._in_state("retry", ordinal, "in_flight")
+        infra, data, stale = old.infra_failures, old.data_failures, old.stale_requeues
+        match cause:
+            case "infra" | "commit":
+                infra += 1
+                self.counters["infra_failures"] += 1
+            case "data":
+                data += 1
+                self.counters["data_failures"] += 1
+            case "stale":
+                stale += 1
+                self.counters["aborted"] += 1
+        return self._put(
+            replace(
+                old,
+                state="waiting",
+                attempt=old.attempt + 1,
+                infra_failures=infra,
+                data_failures=data,
+                stale_requeues=stale,
+            )
+        )
+
+    def commit(
+        self, ordinal: int, *, rewards: Sequence[float], tokens: int, end_weight_version: int
+    ) -> Group:
+        """In flight to committed; the index has its group, of one row per reward."""
+        old = self._in_state("commit", ordinal, "in_flight")
+        start = old.start_weight_version
+        if start is None or not start <= end_weight_version <= self.weight_version:
+            raise Conservation(
+                f"commit: group {old.group_id} ended at weight version {end_weight_version}, not"
+                f" between its start at {start} and the present {self.weight_version}"
+            )
+        if not rewards:
+            raise Conservation(f"commit: group {old.group_id} has no rows")
+        group = Group(
+            group_id=old.group_id,
+            ordinal=ordinal,
+            sample_ids=sample_ids(old.group_id, len(rewards)),
+            start_weight_version=start,
+            end_weight_version=end_weight_version,
+            commit_seq=self._next_commit_seq,
+            target_step=old.target_step,
+            reward=math.fsum(rewards) / len(rewards),
+            tokens=tokens,
+        )
+        self.index.add(group)
+        self._put(replace(old, state="committed"))
+        self._next_commit_seq += 1
+        self.counters["committed"] += 1
+        return group
+
+    def drop(self, ordinal: int, reason: str) -> LedgerRecord:
+        """Forget a prompt in any state, and its group if it has one; returns its last record."""
+        old = self._in_state(f"drop ({reason})", ordinal, *get_args(State))
+        if old.state in ("committed", "selected"):
+            self.index.remove(old.group_id)
+            self.counters["evicted"] += 1
+        self._forget(old)
+        self.counters["dropped"] += 1
+        return old
+
+    def requeue(self, ordinal: int) -> LedgerRecord:
+        """Committed to waiting, as a new attempt that has yet to get target and start version."""
+        old = self._in_state("requeue", ordinal, "committed")
+        self.index.remove(old.group_id)
+        self.counters["evicted"] += 1
+        self.counters["requeued"] += 1
+        return self._put(
+            replace(
+                old,
+                state="waiting",
+                attempt=old.attempt + 1,
+                stale_requeues=old.stale_requeues + 1,
+                target_step=None,
+                start_weight_version=None,
+            )
+        )
+
+    # one step -------------------------------------------------------------------------
+
+    def select(self, groups: Iterable[Group]) -> None:
+        """Committed to selected."""
+        self._shift("select", groups, "committed", "selected")
+
+    def abandon(self, groups: Iterable[Group]) -> None:
+        """Selected to committed, each in its old place."""
+        self._shift("abandon", groups, "selected", "committed")
+
+    def train(self, groups: Iterable[Group]) -> None:
+        """Selected to gone: one more finished step, and the next weight version."""
+        groups = list(groups)
+        for old in self._all_in_state("train", groups, "selected"):
+            group = self.index.remove(old.group_id)
+            self._forget(old)
+            self.counters["trained"] += 1
+            self.counters["samples"] += len(group.sample_ids)
+            self.counters["tokens"] += group.tokens
+        self.step += 1
+        self.weight_version += 1
+
+    def retarget(self, groups_per_step: int, *, untargeted: bool = False) -> None:
+        """Give live groups the lowest targets from the present version on, by ordinal.
+
+        Selected groups keep theirs; so do groups without one, unless `untargeted`. Closes the
+        gaps that a changed step size, smaller capacity or the end of prompts leaves.
+        """
+        taken = Tally()
+        for record in self._records.values():
+            if record.state == "selected" and record.target_step is not None:
+                taken.shift(record.target_step, 1)
+        target = self.weight_version
+        for record in self.records():
+            if not record.admitted or record.state == "selected":
+                continue
+            if record.target_step is None and not untargeted:
+                continue
+            while taken.get(target, 0) >= groups_per_step:
+                target += 1
+            taken.shift(target, 1)
+            self._put(replace(record, target_step=target))
+            group = self.index.get(record.group_id)
+            if group is not None:
+                self.index.replace(replace(group, target_step=target))
+
+    def _shift(self, operation: str, groups: Iterable[Group], before: State, after: State) -> None:
+        groups = list(groups)
+        records = self._all_in_state(operation, groups, before)
+        (self.index.select if after == "selected" else self.index.unselect)(groups)
+        for old in records:
+            self._put(replace(old, state=after))
+
+    # save and restore -----------------------------------------------------------------
+
+    def cut(
+        self,
+        *,
+        incarnation: str,
+        event_seq: int,
+        group_size: int,
+        sampler: str,
+        sampler_state: Mapping[str, Any],
+        source_fingerprint: str,
+        suspects: Iterable[SampleId],
+    ) -> Cut:
+        """Everything, as of now. Costs one copy of the lists of records and groups."""
+        return Cut(
+            incarnation=incarnation,
+            event_seq=event_seq,
+            step=self.step,
+            weight_version=self.weight_version,
+            group_size=group_size,
+            prompts_per_step=self.prompts_per_step,
+            next_ordinal=self.next_ordinal,
+            position=self.position,
+            exhausted=self.exhausted,
+            source_fingerprint=source_fingerprint,
+            records=self.records(),
+            groups=self.index.groups(),
+            sampler=sampler,
+            sampler_state=dict(sampler_state),
+            suspects=tuple(suspects),
+            counters=dict(self.counters),
+        )
+
+    @classmethod
+    def restored(cls, cut: Cut, *, prompts_per_step: int, group_size: int) -> Ledger:
+        """The ledger of `cut`, with nothing in flight and no step open.
+
+        What was in flight waits for a new attempt, which counts as no failure; what was
+        selected is committed.
+
+        Raises:
+            BundleInconsistent: the cut contradicts itself.
+            ConfigChanged: its groups are of another size.
+        """
+        check_cut(cut)
+        if cut.group_size != group_size:
+            raise ConfigChanged(
+                f"the cut's groups have {cut.group_size} rows and this run's {group_size}"
+            )
+        ledger = cls(prompts_per_step=prompts_per_step)
+        ledger.position, ledger.exhausted = cut.position, cut.exhausted
+        ledger.next_ordinal = cut.next_ordinal
+        ledger.step, ledger.weight_version = cut.step, cut.weight_version
+        ledger.counters |= cut.counters
+        for record in cut.records:
+            if record.state == "in_flight":
+                record = replace(record, state="waiting", attempt=record.attempt + 1)
+            elif record.state == "selected":
+                record = replace(record, state="committed")
+            ledger._payloads[record.ordinal] = payload_digest(record.payload)
+            ledger._put(record)
+        for group in cut.groups:
+            ledger.index.add(group)
+            ledger._next_commit_seq = group.commit_seq + 1
+        ledger._next_commit_seq = max(ledger._next_commit_seq, ledger.counters["committed"])
+        return ledger
+
+    # the conservation law -------------------------------------------------------------
+
+    def audit(self, holders: Iterable[Hashable] | None = None) -> None:
+        """Recount everything, in O(records).
+
+        `holders` are the ordinals that hold a place: every admitted one, and none that is gone.
+
+        Raises:
+            Conservation: the first thing that is wrong.
+        """
+        trained, dropped = self.counters["trained"], self.counters["dropped"]
+        if len(self) + trained + dropped != self.next_ordinal:
+            raise Conservation(
+                f"{self.next_ordinal} prompts have left the source, but {len(self)} are live,"
+                f" {trained} were trained and {dropped} dropped"
+            )
+        self._audit_index()
+        recount = Counts()
+        for record in self._records.values():
+            recount.shift(record, payload_digest(record.payload), 1)
+        for name, counted in vars(recount).items():
+            kept = vars(self._counts)[name]
+            if kept != counted:
+                raise Conservation(f"ledger: {name} is kept as {kept} and counts {counted}")
+        if holders is not None:
+            self._audit_places(set(holders))
+
+    def _audit_index(self) -> None:
+        last = -1
+        for record in self._records.values():
+            if not last < record.ordinal < self.next_ordinal:
+                raise Conservation(
+                    f"prompt {record.ordinal} comes after {last}, and before {self.next_ordinal}"
+                    " was pulled"
+                )
+            last = record.ordinal
+            group = self.index.get(record.group_id)
+            in_index = (
+                None if group is None
+                else "selected" if self.index.is_selected(record.group_id)
+                else "committed"
+            )  # fmt: skip
+            wanted = record.state if record.state in ("committed", "selected") else None
+            if in_index != wanted:
+                raise Conservation(
+                    f"prompt {record.ordinal} is {record.state} in the ledger and"
+                    f" {in_index or 'absent'} in the index"
+                )
+            if group is not None and (
+                group.ordinal != record.ordinal
+                or group.target_step != record.target_step
+                or group.start_weight_version != record.start_weight_version
+            ):
+                raise Conservation(f"ledger and index disagree: {record} and {group}")
+        owners = self._counts.of_state["committed"] + self._counts.of_state["selected"]
+        if len(self.index) != owners:
+            raise Conservation(f"the index has {len(self.index)} groups, the ledger {owners}")
+
+    def _audit_places(self, holders: set[Hashable]) -> None:
+        for record in self._records.values():
+            if record.admitted and record.ordinal not in holders:
+                raise Conservation(f"prompt {record.ordinal} is {record.state} without a place")
+        for holder in holders:
+            if holder not in self._records:
+                raise Conservation(f"a place is held for {holder!r}, which is no live prompt")
+
+    # every change of a record goes through these --------------------------------------
+
+    def _put(self, record: LedgerRecord) -> LedgerRecord:
+        old, payload = self._records.get(record.ordinal), self._payloads[record.ordinal]
+        if old is not None:
+            self._counts.shift(old, payload, -1)
+            if old.state == "waiting":
+                self._waiting.remove((old.ordinal,))
+        if record.state == "waiting":
+            self._waiting.add((record.ordinal,))
+        self._counts.shift(record, payload, 1)
+        self._records[record.ordinal] = record
+        return record
+
+    def _forget(self, record: LedgerRecord) -> None:
+        self._counts.shift(record, self._payloads.pop(record.ordinal), -1)
+        if record.state == "waiting":
+            self._waiting.remove((record.ordinal,))
+        del self._records[record.ordinal]
+
+    def _in_state(self, operation: str, ordinal: int, *states: State) -> LedgerRecord:
+        record = self._records.get(ordinal)
+        if record is None:
+            raise Conservation(
+                f"{operation}: prompt {ordinal} is not live; it was trained, dropped or not pulled"
+            )
+        if record.state not in states:
+            raise Conservation(
+                f"{operation}: prompt {ordinal} is {record.state}, not {' or '.join(states)}"
+            )
+        return record
+
+    def _all_in_state(
+        self, operation: str, groups: Sequence[Group], state: State
+    ) -> list[LedgerRecord]:
+        records = {
+            group.ordinal: self._in_state(operation, group.ordinal, state) for group in groups
+        }
+        if len(records) != len(groups):
+            raise Conservation(f"{operation}: {len(groups)} groups of {len(records)} prompts")
+        for group in groups:
+            record = records[group.ordinal]
+            if record.group_id != group.group_id:
+                raise Conservation(
+                    f"{operation}: group {group.group_id} is not of the present attempt"
+                    f" {record.group_id}"
+                )
+        return list(records.values())
