@@ -119,7 +119,8 @@ class Trainer(Protocol):
         """Close the open step; weights, gradients and RNG are as before `begin_step`."""
 
     async def save(self, directory: Path) -> None:
-        """Write weights, optimizer and tokenizer of the last finished step into `directory`."""
+        """Write weights, optimizer and tokenizer of the last finished step into the empty
+        `directory`."""
 
     async def finalize_save(self) -> None:
         """Return once every file of the last `save` is complete."""
@@ -162,8 +163,8 @@ class IndexView(Protocol):
 
     def ready_in_commit_order(self) -> Iterator[Group]: ...
 
-    def ready_of_target(self, step: int) -> Iterator[Group]:
-        """By start version, then ordinal."""
+    def ready_of_target(self, step: int | None) -> Iterator[Group]:
+        """By start version, then ordinal; None: those that have no target."""
 
     def ready_of_version(self, version: int) -> Iterator[Group]:
         """By ordinal."""
