@@ -10,7 +10,7 @@ import msgspec
 from sc_core.bundle import BundleStore
 from sc_core.config import CheckpointingConfig
 from sc_core.errors import RestoreError, SaveError
-from sc_core.manifest import AT_MOST_BYTES, INFO, TrainingInfo
+from sc_core.manifest import AT_MOST_BYTES, INFO, TrainingInfo, bundle_name, parse_name
 from sc_core.verify import candidates, newest_valid
 
 
@@ -55,36 +55,47 @@ def prune(
     """Delete the bundles that `config` does not keep; returns what went wrong, as sentences.
 
     `protected` is what this run was resumed from. What this store published last is never
-    deleted; if it has published nothing yet, the newest bundle that verifies is not. A bundle
-    whose `training_info.json` can't be read is left alone and does not count.
+    deleted; if it has published nothing yet, the newest bundle that verifies is not. Those of
+    later steps belong to a future that this run has left, or are damaged: they are neither
+    counted nor deleted, as is a bundle whose `training_info.json` can't be read.
     """
-    failures: list[str] = []
-    bundles: list[tuple[int, float | None]] = []
     try:
-        paths = candidates(store.directory, store.disk)
         newest = store.published
         if newest is None:
             valid = newest_valid(store.directory, store.disk, key=store.key)
-            newest = valid.step if valid is not None else None
+            newest = -1 if valid is None else valid.step
+        steps = [s for s in _steps(store) if s <= newest]
     except RestoreError as exc:
         return [f"nothing was pruned: {exc}"]
-    for path in paths:
+    failures: list[str] = []
+    bundles: list[tuple[int, float | None]] = []
+    for step in steps:
         try:
-            raw = store.disk.read(path / INFO, AT_MOST_BYTES[INFO])
-            info = msgspec.json.decode(raw, type=TrainingInfo)
+            metrics = _metrics(store, step)
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            failures.append(f"{path.name} is left alone: {INFO}: {exc}")
-            continue
-        bundles.append((info.step, info.metrics.get(config.metric_name or "")))
+            failures.append(f"{bundle_name(step)} is left alone: {INFO}: {exc}")
+        else:
+            bundles.append((step, metrics.get(config.metric_name or "")))
     for step in to_prune(
         bundles,
         keep_top_k=config.keep_top_k,
         ft_keep_latest_k=config.ft_keep_latest_k,
         higher_is_better=config.higher_is_better,
-        protected={*protected, *([] if newest is None else [newest])},
+        protected={newest, *protected},
     ):
         try:
             store.discard(step)
         except SaveError as exc:
             failures.append(str(exc))
     return failures
+
+
+def _steps(store: BundleStore) -> list[int]:
+    names = (parse_name(path.name) for path in candidates(store.directory, store.disk))
+    return [name[1] for name in names if name is not None and name[0] == "step_"]
+
+
+def _metrics(store: BundleStore, step: int) -> dict[str, float | None]:
+    file = store.directory / bundle_name(step) / INFO
+    raw = store.disk.read(file, AT_MOST_BYTES[INFO])
+    return msgspec.json.decode(raw, type=TrainingInfo).metrics
