@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
 
+from sc_core.conservation import check_counts, check_index, check_places, check_recount
 from sc_core.counts import Counts, Tally
 from sc_core.cut import check_cut
 from sc_core.digest import payload_digest
-from sc_core.errors import ConfigChanged, Conservation
+from sc_core.errors import ConfigChanged, Conservation, SaveError
 from sc_core.index import ReplayIndex
 from sc_core.ordered import OrderedKeys
 from sc_core.records import (
@@ -124,7 +125,7 @@ class Ledger:
         """Record a prompt under a new ordinal, and the source's position with it.
 
         Raises:
-            ValueError: msgpack can't hold the payload.
+            SaveError: msgpack can't hold the payload.
             Conservation: the source had already ended.
         """
         if self.exhausted:
@@ -132,7 +133,7 @@ class Ledger:
         try:
             payload = payload_digest(pulled.payload)
         except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-            raise ValueError(
+            raise SaveError(
                 f"prompt {self.next_ordinal}: its payload can't be saved as msgpack: {exc}"
             ) from exc
         record = LedgerRecord(ordinal=self.next_ordinal, payload=pulled.payload)
@@ -148,22 +149,17 @@ class Ledger:
     def dispatch(self, ordinal: int, stamp: Stamp | None) -> LedgerRecord:
         """Waiting to in flight, started under the present weight version.
 
-        An admitted record needs no stamp and keeps its target step; one without a target (it
-        was requeued) takes that of the stamp, if there is one.
+        An admitted record needs no stamp and keeps its target step; only where it has none
+        does it take that of the stamp.
         """
         old = self._in_state("dispatch", ordinal, "waiting")
         if stamp is None and not old.admitted:
             raise Conservation(f"dispatch: prompt {ordinal} has no stamp and was never admitted")
-        target = old.target_step
-        if stamp is not None and stamp.target_step is not None:
-            if target not in (None, stamp.target_step):
-                raise Conservation(
-                    f"dispatch: prompt {ordinal} has target step {target} and a stamp for"
-                    f" {stamp.target_step}"
-                )
-            target = stamp.target_step
         if old.attempt:
             self.counters["redispatched"] += 1
+        target = old.target_step
+        if target is None and stamp is not None:
+            target = stamp.target_step
         return self._put(
             replace(
                 old,
@@ -244,18 +240,24 @@ class Ledger:
         return old
 
     def requeue(self, ordinal: int) -> LedgerRecord:
-        """Committed to waiting, as a new attempt that has yet to get target and start version."""
+        """Committed to waiting, as a new attempt that has not started.
+
+        A target step that has passed is cleared, and the sampler has to stamp it anew.
+        """
         old = self._in_state("requeue", ordinal, "committed")
         self.index.remove(old.group_id)
         self.counters["evicted"] += 1
         self.counters["requeued"] += 1
+        target = old.target_step
+        if target is not None and target < self.weight_version:
+            target = None
         return self._put(
             replace(
                 old,
                 state="waiting",
                 attempt=old.attempt + 1,
                 stale_requeues=old.stale_requeues + 1,
-                target_step=None,
+                target_step=target,
                 start_weight_version=None,
             )
         )
@@ -301,6 +303,8 @@ class Ledger:
             while taken.get(target, 0) >= groups_per_step:
                 target += 1
             taken.shift(target, 1)
+            if record.target_step == target:
+                continue
             self._put(replace(record, target_step=target))
             group = self.index.get(record.group_id)
             if group is not None:
@@ -380,71 +384,19 @@ class Ledger:
         ledger._next_commit_seq = max(ledger._next_commit_seq, ledger.counters["committed"])
         return ledger
 
-    # the conservation law -------------------------------------------------------------
-
     def audit(self, holders: Iterable[Hashable] | None = None) -> None:
-        """Recount everything, in O(records).
+        """Check the conservation law by counting everything anew, in O(records).
 
         `holders` are the ordinals that hold a place: every admitted one, and none that is gone.
 
         Raises:
             Conservation: the first thing that is wrong.
         """
-        trained, dropped = self.counters["trained"], self.counters["dropped"]
-        if len(self) + trained + dropped != self.next_ordinal:
-            raise Conservation(
-                f"{self.next_ordinal} prompts have left the source, but {len(self)} are live,"
-                f" {trained} were trained and {dropped} dropped"
-            )
-        self._audit_index()
-        recount = Counts()
-        for record in self._records.values():
-            recount.shift(record, payload_digest(record.payload), 1)
-        for name, counted in vars(recount).items():
-            kept = vars(self._counts)[name]
-            if kept != counted:
-                raise Conservation(f"ledger: {name} is kept as {kept} and counts {counted}")
+        check_counts(self.next_ordinal, self._records.values(), self.counters)
+        check_index(self._records.values(), self.index)
+        check_recount(self._records.values(), self._counts)
         if holders is not None:
-            self._audit_places(set(holders))
-
-    def _audit_index(self) -> None:
-        last = -1
-        for record in self._records.values():
-            if not last < record.ordinal < self.next_ordinal:
-                raise Conservation(
-                    f"prompt {record.ordinal} comes after {last}, and before {self.next_ordinal}"
-                    " was pulled"
-                )
-            last = record.ordinal
-            group = self.index.get(record.group_id)
-            in_index = (
-                None if group is None
-                else "selected" if self.index.is_selected(record.group_id)
-                else "committed"
-            )  # fmt: skip
-            wanted = record.state if record.state in ("committed", "selected") else None
-            if in_index != wanted:
-                raise Conservation(
-                    f"prompt {record.ordinal} is {record.state} in the ledger and"
-                    f" {in_index or 'absent'} in the index"
-                )
-            if group is not None and (
-                group.ordinal != record.ordinal
-                or group.target_step != record.target_step
-                or group.start_weight_version != record.start_weight_version
-            ):
-                raise Conservation(f"ledger and index disagree: {record} and {group}")
-        owners = self._counts.of_state["committed"] + self._counts.of_state["selected"]
-        if len(self.index) != owners:
-            raise Conservation(f"the index has {len(self.index)} groups, the ledger {owners}")
-
-    def _audit_places(self, holders: set[Hashable]) -> None:
-        for record in self._records.values():
-            if record.admitted and record.ordinal not in holders:
-                raise Conservation(f"prompt {record.ordinal} is {record.state} without a place")
-        for holder in holders:
-            if holder not in self._records:
-                raise Conservation(f"a place is held for {holder!r}, which is no live prompt")
+            check_places(self._records, frozenset(holders))
 
     # every change of a record goes through these --------------------------------------
 

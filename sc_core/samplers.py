@@ -21,6 +21,7 @@ from sc_core.records import Group, Stamp
 
 class _Stateless:
     name: str
+    stamps_targets = False
 
     def required_capacity(self, prompts_per_step: int) -> int:
         """A step holds the places of all its groups until it is finished."""
@@ -45,6 +46,7 @@ class InOrder(_Stateless):
     """
 
     name = "in_order"
+    stamps_targets = True
 
     def __init__(self, max_lookahead_versions: int) -> None:
         self._lookahead = max_lookahead_versions
