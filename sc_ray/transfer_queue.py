@@ -278,7 +278,10 @@ class TransferQueueBootstrap(_Client):
 
 
 class RowsClient(_Client):
-    """Rows for a process without an event loop: each call blocks until done or too late."""
+    """Rows for a process without an event loop: each call blocks until done or too late.
+
+    torch's number of threads, which TransferQueue changes for the whole process, is put back.
+    """
 
     def __enter__(self) -> RowsClient:
         return self
@@ -298,8 +301,7 @@ class RowsClient(_Client):
 
         Raises like `TransferQueueDataPlane.get_samples`.
         """
-        work = partial(self._partition.get, sample_ids, fields)
-        return result_within(self.spec.deadline_s, "fetch", self._submit("fetch", work))
+        return self._blocking("fetch", partial(self._partition.get, sample_ids, fields))
 
     def put(
         self,
@@ -308,12 +310,18 @@ class RowsClient(_Client):
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Write the named columns. Raises like `TransferQueueDataPlane.put_samples`."""
-        work = partial(self._partition.put, sample_ids, columns, tags)
-        result_within(self.spec.deadline_s, "put", self._submit("put", work))
+        self._blocking("put", partial(self._partition.put, sample_ids, columns, tags))
 
     def close(self) -> None:
         """Let go of the client; the store stays. May be called again."""
         self._close()
+
+    def _blocking(self, call: str, work: Work[R]) -> R:
+        threads = torch.get_num_threads()
+        try:
+            return result_within(self.spec.deadline_s, call, self._submit(call, work))
+        finally:
+            torch.set_num_threads(threads)
 
 
 async def _translated(call: str, work: Callable[[], Awaitable[R]]) -> R:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import anyio.lowlevel
 import msgspec
 
+from sc_core.disk import LOCAL, Disk
 from sc_core.errors import (
     BundleDamaged,
     DataPlaneError,
@@ -28,6 +29,7 @@ where a real store holds half of the effect, and exists for put, clear, save and
 
 ROWS_FILE = "rows.msgpack"
 METADATA_FILE = "metadata.json"
+MOST_BYTES = 2**32  #: of one file of a snapshot
 
 
 class Row(msgspec.Struct):
@@ -69,11 +71,12 @@ class MemoryStore:
 
 
 class _Client:
-    """What the two ends share: the store, the hooks and the call log."""
+    """What the two ends share: the store, the hooks, the disk and the call log."""
 
-    def __init__(self, store: MemoryStore, hooks: Hooks | None = None) -> None:
+    def __init__(self, store: MemoryStore, hooks: Hooks | None = None, disk: Disk = LOCAL) -> None:
         self.store = store
         self.hooks = hooks
+        self.disk = disk
         self.calls: list[Call] = []  #: in the order in which they began
 
     async def _begin(self, name: str, sample_ids: Sequence[SampleId] = ()) -> None:
@@ -101,8 +104,8 @@ class MemoryDataPlane(_Client):
     what is cleared in between is in it without data.
     """
 
-    def __init__(self, store: MemoryStore, hooks: Hooks | None = None) -> None:
-        super().__init__(store, hooks)
+    def __init__(self, store: MemoryStore, hooks: Hooks | None = None, disk: Disk = LOCAL) -> None:
+        super().__init__(store, hooks, disk)
         self._build = store.build
         self._closed = False
 
@@ -180,7 +183,7 @@ class MemoryDataPlane(_Client):
         listed = list(self.store.rows)
         await self._at("save_checkpoint", "midway")
         rows = {one: self.store.rows.get(one, Row()) for one in listed}
-        _write(directory, rows, metadata)
+        _write(self.disk, directory, rows, metadata)
         await self._at("save_checkpoint", "after")
 
     async def aclose(self) -> None:
@@ -217,12 +220,12 @@ class MemoryBootstrap(_Client):
             raise RestoreOrderError("load_checkpoint needs an untouched store; call discard first")
         self.store.touched = True
         rows: dict[SampleId, Row] = _decode(
-            directory / ROWS_FILE, msgspec.msgpack.Decoder(dict[SampleId, Row])
+            self.disk, directory / ROWS_FILE, msgspec.msgpack.Decoder(dict[SampleId, Row])
         )
         self.store.replace({one: Row() for one in rows})
         await self._at("load_checkpoint", "midway")
         metadata: dict[str, Any] = _decode(
-            directory / METADATA_FILE, msgspec.json.Decoder(dict[str, Any])
+            self.disk, directory / METADATA_FILE, msgspec.json.Decoder(dict[str, Any])
         )
         self.store.replace(rows)
         await self._at("load_checkpoint", "after")
@@ -256,17 +259,20 @@ def _encode_columns(
         raise DataPlaneError(f"put_samples: a value msgpack can't hold: {exc}") from exc
 
 
-def _write(directory: Path, rows: dict[SampleId, Row], metadata: Mapping[str, Any]) -> None:
+def _write(
+    disk: Disk, directory: Path, rows: dict[SampleId, Row], metadata: Mapping[str, Any]
+) -> None:
     try:
-        directory.mkdir()
-        (directory / ROWS_FILE).write_bytes(msgspec.msgpack.encode(rows))
-        (directory / METADATA_FILE).write_bytes(msgspec.json.encode(metadata))
-    except OSError as exc:
+        content = msgspec.json.encode(metadata)
+        disk.make_dir(directory)
+        disk.write(directory / ROWS_FILE, msgspec.msgpack.encode(rows))
+        disk.write(directory / METADATA_FILE, content)
+    except (OSError, TypeError) as exc:
         raise SaveError(f"the store's snapshot can't be written: {exc}") from exc
 
 
-def _decode(file: Path, decoder: Any) -> Any:
+def _decode(disk: Disk, file: Path, decoder: Any) -> Any:
     try:
-        return decoder.decode(file.read_bytes())
+        return decoder.decode(disk.read(file, MOST_BYTES))
     except (OSError, msgspec.DecodeError) as exc:
         raise BundleDamaged(str(file.parent), file.name, str(exc)) from exc
