@@ -119,6 +119,17 @@ class WeightSyncError(ScError, RuntimeError):
     """Engines did not confirm the weight version they were given."""
 
 
+class WorkerDied(ScError, RuntimeError):
+    """The process behind a port is gone, and what it held with it."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker, self.reason = worker, reason
+
+    def __str__(self) -> str:
+        return f"{self.worker} died: {self.reason}"
+
+
 class RolloutError(ScError, RuntimeError):
     """A sibling could not be generated, through no fault of the prompt. It may be tried again."""
 
