@@ -13,7 +13,7 @@ import msgspec
 from sc_core.errors import BarrierMisuse, BarrierTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
 Side = Literal["mutation", "checkpoint"]
@@ -41,51 +41,50 @@ class BarrierStatistics(msgspec.Struct, frozen=True):
 
 
 class CheckpointBarrier:
-    """Keeps a checkpoint and the mutations it must not see half done apart.
+    """Keeps a checkpoint apart from the mutations that it must not see half done.
 
     Any number of mutations hold it together, a checkpoint holds it alone. Entering may wait;
-    leaving never does, so a cancel can't interrupt it.
+    leaving never does, so no cancel can interrupt it.
 
     **Who waits for whom.** Waiters are admitted in order of arrival, neighbouring mutations
-    together. A mutation waits for the checkpoint that holds the barrier or arrived before it; a
-    checkpoint waits for all who hold the barrier or arrived before it. So neither side can starve
-    the other. A mutation inside a mutation waits for nobody, since a checkpoint that it waited
-    for would wait for the outer one. What can still deadlock: waiting, inside a section, for a
-    task that has yet to enter one and was not started inside. Give the checkpoint a deadline.
+    together. A mutation waits for the checkpoint that holds the barrier and for those that
+    arrived before it; a checkpoint waits for all who hold the barrier or arrived before it. So
+    neither side can starve the other. A mutation inside a mutation waits for nobody: a checkpoint
+    that it waited for would itself wait for the outer one. What can still deadlock is waiting,
+    inside a section, for a task that has yet to enter one and was not started inside; a deadline
+    on the checkpoint ends that too.
 
-    **Nesting.** A section counts for the task that entered it and for every task started while
-    it was held, until it is left (it travels in the context, which both backends copy to child
-    tasks and worker threads). A mutation under a mutation is granted at once, also when a
-    checkpoint waits, and is a section of its own: the barrier stays held until both are left, in
-    any order. A mutation under a checkpoint, or a checkpoint under either, raises `BarrierMisuse`
-    at once and changes nothing.
+    **Nesting.** A section counts for the task that entered it and for every task and thread
+    started while it was held (it travels in their context), until it is left. A mutation under a
+    mutation is granted at once, also when a checkpoint waits. It is a section of its own: the
+    barrier stays held until both are left, in whichever order. A mutation under a checkpoint, or
+    a checkpoint under either, raises `BarrierMisuse` at once and leaves the barrier as it was.
 
     **Cancellation.** Ownership moves when a section is granted, not when its task wakes. A
-    cancelled waiter gives back what it was granted meanwhile, and lets in those who waited only
-    for it. This holds under a native `asyncio.Task.cancel()` too. Entering an uncontended barrier
-    neither yields nor looks for a pending cancel: the section's own first await does. A native
-    cancel ignores shields, so a thread call may outlive the section around it; `extend` keeps the
-    barrier held until the call has returned.
+    cancelled waiter gives back what it was granted meanwhile and lets in those who waited only
+    for it, also under a native `asyncio.Task.cancel()`. Entering an uncontended barrier neither
+    yields nor looks for a pending cancel: the section's own first await does. A native cancel
+    ignores shields, so calls that must be over when the section is go through `calls.settle`.
 
-    **Others.** tricycle's RWLock is as fair, and refuses to nest. aiorwlock prefers writers, and
-    nests within one task only. In both, readers queued behind a writer that gives up sleep until
-    the holder leaves. A barrier made of an `asyncio.Condition` awaits its lock in order to leave,
-    where a cancel can interrupt it and leak the section, and each of its wake-ups wakes everyone.
+    **Elsewhere.** tricycle's RWLock is as fair, and refuses to nest. aiorwlock prefers writers,
+    and nests within one task only. In both, readers queued behind a writer that gives up sleep on
+    until the holder leaves. A barrier made of an `asyncio.Condition` has to await its lock in
+    order to leave, so a cancel can leak the section, and wakes every waiter for every change.
 
-    Not thread-safe. `clock` gives the ages in reports: seconds from any origin. `time.monotonic`
-    costs a tenth of what asking the event loop does; on a virtual clock pass `anyio.current_time`.
+    Not thread-safe. `clock` dates the ages in reports, in seconds from any origin. The default
+    costs a fifth of asking the event loop; on a virtual clock pass `anyio.current_time`.
     """
 
-    __slots__ = ("_clock", "_closed", "_exclusive", "_holders", "_queue")
+    __slots__ = ("_clock", "_closed", "_holders", "_queue")
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._holders: dict[Section, float] = {}  # section: when it was granted
-        self._exclusive = False  # the holders are a checkpoint and its extensions
-        # Invariant: no two neighbouring turns could be admitted together, unless one that stood
-        # between them gave up; and the first turn is never one that could be admitted now.
+        # Invariant: any number of mutations, or one checkpoint. Values: when they were granted.
+        self._holders: dict[Section, float] = {}
+        # Invariant: its first turn, if any, could not be admitted beside the holders.
         self._queue: deque[_Turn] = deque()
-        self._closed = False  # a mutation must wait: _exclusive, or somebody queues
+        # Invariant: true when a checkpoint holds or somebody queues; a newcomer looks only here.
+        self._closed = False
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -95,79 +94,80 @@ class CheckpointBarrier:
 
     def statistics(self) -> BarrierStatistics:
         """Who holds the barrier, who waits for it, and for how long."""
-        queued = {section: at for turn in self._queue for section, at in turn.arrivals.items()}
+        now = self._clock()
+        holders = _described(self._holders, now)
+        waiters = [each for turn in self._queue for each in _described(turn.arrivals, now)]
+        checkpointing = self._side() == "checkpoint"
         return BarrierStatistics(
-            mutations=0 if self._exclusive else len(self._holders),
-            checkpointing=self._exclusive,
-            waiting=len(queued),
-            holders=self._described(self._holders),
-            waiters=self._described(queued),
+            mutations=0 if checkpointing else len(holders),
+            checkpointing=checkpointing,
+            waiting=len(waiters),
+            holders=tuple(holders),
+            waiters=tuple(waiters),
         )
 
     def mutation(self, label: str = "unnamed") -> MutationSection:
-        """Hold the barrier open for one change: `async with barrier.mutation("commit"):`.
+        """Hold the barrier for one change: `async with barrier.mutation("commit"):`.
 
-        Entering waits for a checkpoint that runs or arrived earlier; leaving never waits.
+        Entering waits for the checkpoints that hold it or arrived earlier; leaving never waits.
 
         Raises:
             BarrierMisuse: on entering under a checkpoint held by this task or a parent.
         """
-        return MutationSection(self, label)
+        section = MutationSection()  # filled in here: an __init__ would slow entering by a tenth
+        section._barrier = self
+        section.label = label
+        section._outer = None
+        section._held = None
+        return section
 
     def checkpoint(
         self, label: str = "unnamed", *, deadline_s: float | None = None
     ) -> CheckpointSection:
         """Hold the barrier alone: `async with barrier.checkpoint("save", deadline_s=60):`.
 
-        Entering waits for all who hold the barrier or arrived earlier, for `deadline_s` seconds
-        at most; leaving never waits.
+        Entering waits for all who hold it or arrived earlier, for `deadline_s` seconds at most;
+        leaving never waits.
 
         Raises:
             BarrierMisuse: on entering under a section held by this task or a parent.
             BarrierTimeout: not granted before the deadline; the message names the holders.
         """
-        return CheckpointSection(self, label, deadline_s=deadline_s)
+        section = CheckpointSection()
+        section._barrier = self
+        section.label = label
+        section._outer = None
+        section._held = None
+        section.deadline_s = deadline_s
+        return section
 
     def mutation_nowait(self, label: str = "unnamed") -> MutationSection:
-        """Enter a mutation now; whoever calls this calls `leave()` on what it returns.
+        """Enter a mutation now; the caller must `leave()` what this returns.
 
         Raises:
             anyio.WouldBlock: it would have to wait.
             BarrierMisuse: as for `mutation`.
         """
-        section = MutationSection(self, label)
+        section = self.mutation(label)
         section.enter_nowait()
         return section
 
     def checkpoint_nowait(self, label: str = "unnamed") -> CheckpointSection:
-        """Enter a checkpoint now; whoever calls this calls `leave()` on what it returns.
+        """Enter a checkpoint now; the caller must `leave()` what this returns.
 
         Raises:
             anyio.WouldBlock: it would have to wait.
             BarrierMisuse: as for `checkpoint`.
         """
-        section = CheckpointSection(self, label)
+        section = self.checkpoint(label)
         section.enter_nowait()
         return section
 
-    def extend(self, label: str = "unnamed") -> Section:
-        """Keep the section this runs under from ending before `leave()` is called on the result.
-
-        For work that can outlive its task, such as a thread call under a native cancel. The
-        extension is a section of the same side, and must be left on the event loop's thread.
-
-        Raises:
-            BarrierMisuse: no section is held here.
-        """
-        inside = self._innermost()
-        if inside is None:
-            raise BarrierMisuse(f"no section is held here that {label!r} could extend")
-        section = type(inside)(self, label)
-        section._grant()
-        return section
-
     def holds_section(self) -> bool:
-        """Whether this task, or a parent it inherited the section from, holds one now."""
+        """Whether this code runs under a section that is still held: its own or an inherited one.
+
+        Writes that need a section can count or refuse those that come without.
+        """
         return self._innermost() is not None
 
     def _innermost(self) -> Section | None:
@@ -176,12 +176,17 @@ class CheckpointBarrier:
             section = _live(section._outer)
         return section
 
+    def _side(self) -> Side | None:
+        for section in self._holders:
+            return section.side
+        return None
+
     def _admits(self, side: Side) -> bool:
-        """Whether those who hold the barrier leave room for `side`, whoever may be queued."""
-        return not self._holders or (side == "mutation" and not self._exclusive)
+        """Whether `side` can hold the barrier beside those who do, whoever may be queued."""
+        return not self._holders or self._side() == side == "mutation"
 
     def _join_queue(self, section: Section) -> _Turn:
-        if not self._queue or "checkpoint" in (section.side, self._queue[-1].side):
+        if not self._queue or not self._queue[-1].side == section.side == "mutation":
             self._queue.append(_Turn(section.side))
         turn = self._queue[-1]
         turn.arrivals[section] = self._clock()
@@ -197,32 +202,25 @@ class CheckpointBarrier:
     def _admit_waiters(self) -> None:
         while self._queue and self._admits(self._queue[0].side):
             turn = self._queue.popleft()
-            self._exclusive = turn.side == "checkpoint"
             now = self._clock()
             for section in turn.arrivals:  # ownership moves here, not when the sleepers wake
                 self._holders[section] = now
                 section._held = True
             turn.opened.set()
-        self._exclusive = self._exclusive and bool(self._holders)
-        self._closed = self._exclusive or bool(self._queue)
-
-    def _described(self, sections: dict[Section, float]) -> tuple[SectionStatistics, ...]:
-        now = self._clock()
-        return tuple(
-            SectionStatistics(section.side, section.label, now - at)
-            for section, at in sections.items()
-        )
+        self._closed = bool(self._queue) or self._side() == "checkpoint"
 
 
-class Section(msgspec.Struct, eq=False):
-    """One use of a barrier, as `mutation` or `checkpoint` return it: entered once, left once."""
+class Section:
+    """One use of a barrier, made by `mutation` or `checkpoint`: entered once, left once."""
+
+    __slots__ = ("_barrier", "_held", "_outer", "label")
 
     side: ClassVar[Side]
 
-    _barrier: CheckpointBarrier
     label: str
-    _outer: Section | None = None  # the innermost live one, of any barrier, when this was entered
-    _held: bool | None = None  # None: never entered nor queued
+    _barrier: CheckpointBarrier
+    _outer: Section | None  # the live one, of any barrier, that this was entered in
+    _held: bool | None  # None: neither granted nor queued yet
 
     def __repr__(self) -> str:
         return f"{self.side} {self.label!r}"
@@ -233,14 +231,8 @@ class Section(msgspec.Struct, eq=False):
             raise anyio.WouldBlock
         self._grant()
 
-    async def __aenter__(self) -> None:
-        if self._may_enter():
-            self._grant()
-        else:
-            await self._wait_turn()
-
     def leave(self) -> None:
-        """Give the section up, and let in whoever waited only for it.
+        """Give the section up and let in whoever waited only for it.
 
         Raises:
             BarrierMisuse: it is not held.
@@ -251,46 +243,43 @@ class Section(msgspec.Struct, eq=False):
         self._held = False
         del barrier._holders[self]
         if self._outer is not None:
-            self._outer = _live(self._outer)  # else a long chain of dead sections could build up
+            self._outer = _live(self._outer)  # or chains of dead sections could pile up
         if barrier._closed and not barrier._holders:
             barrier._admit_waiters()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.leave()
-
     def _may_enter(self) -> bool:
+        """Whether to enter now, rather than queue.
+
+        Raises:
+            BarrierMisuse: neither would be right.
+        """
         if self._held is not None:
             raise BarrierMisuse(f"{self!r} was entered before: make a new one for each use")
         inside = self._barrier._innermost()
         if inside is None:
             return not self._barrier._queue and self._barrier._admits(self.side)
-        if "checkpoint" in (self.side, inside.side):
+        if not self.side == inside.side == "mutation":
             raise BarrierMisuse(
                 f"{self!r} can't be entered inside {inside!r}, which this task or a parent"
-                " holds: it would wait for itself. Leave that one first"
+                " holds: leave that one first"
             )
         return True
 
     def _grant(self) -> None:
         barrier = self._barrier
         barrier._holders[self] = barrier._clock()
-        if self.side == "checkpoint":
-            barrier._exclusive = barrier._closed = True
+        barrier._closed = barrier._closed or self.side == "checkpoint"
         self._held = True
-        self._inherit()
+        self._mark_entered()
 
-    def _inherit(self) -> None:
-        """Make the section count for this task and for the tasks that it starts from here on."""
+    def _mark_entered(self) -> None:
+        """Let the section count for this task and for the tasks it starts from here on."""
         self._outer = _live(_entered.get())
         _entered.set(self)
 
     async def _wait_turn(self) -> None:
         self._held = False
+        self._mark_entered()  # it counts for nothing until granted
         turn = self._barrier._join_queue(self)
         try:
             await turn.opened.wait()
@@ -300,17 +289,22 @@ class Section(msgspec.Struct, eq=False):
             else:  # those behind may have been waiting only for this one
                 self._barrier._leave_queue(self, turn)
             raise
-        self._inherit()
 
 
-class MutationSection(Section, eq=False):
+class MutationSection(Section):
+    """Shares the barrier with other mutations."""
+
+    __slots__ = ()
+
     side: ClassVar[Side] = "mutation"
 
+    # Both methods first try the common case, written out for speed: nothing around this section
+    # and nobody in its way.
+
     async def __aenter__(self) -> None:
-        # The common case first, written out for speed: nothing around it, nobody in the way.
         barrier = self._barrier
         outer = _entered.get()
-        if (outer is None or outer._held is False and outer._outer is None) and not (
+        if (outer is None or (not outer._held and outer._outer is None)) and not (
             barrier._closed or self._held is not None
         ):
             barrier._holders[self] = barrier._clock()
@@ -321,37 +315,59 @@ class MutationSection(Section, eq=False):
         else:
             await self._wait_turn()
 
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        barrier = self._barrier
+        if self._held and self._outer is None and not barrier._closed:
+            self._held = False
+            del barrier._holders[self]
+        else:
+            self.leave()
 
-class CheckpointSection(Section, eq=False):
+
+class CheckpointSection(Section):
+    """Has the barrier to itself."""
+
+    __slots__ = ("deadline_s",)
+
     side: ClassVar[Side] = "checkpoint"
 
-    deadline_s: float | None = None
+    deadline_s: float | None
 
-    async def _wait_turn(self) -> None:
+    async def __aenter__(self) -> None:
+        if self._may_enter():
+            self._grant()
+            return
         if self.deadline_s is None:
-            await super()._wait_turn()
+            await self._wait_turn()
             return
         with anyio.move_on_after(self.deadline_s):
-            await super()._wait_turn()
+            await self._wait_turn()
             return
         raise BarrierTimeout(
             f"{self!r} was not granted within {self.deadline_s:g} s: {self._barrier!r}"
         )
 
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.leave()
+
 
 class _Turn:
-    """Neighbours in the queue who will be admitted together: mutations, or one checkpoint."""
+    """Neighbours in the queue, who will be admitted together: mutations, or one checkpoint."""
 
     __slots__ = ("arrivals", "opened", "side")
 
     def __init__(self, side: Side) -> None:
         self.side = side
         self.opened = anyio.Event()
-        self.arrivals: dict[Section, float] = {}  # section: when it began to wait
+        self.arrivals: dict[Section, float] = {}  # and when each began to wait
 
 
-# The section that this context entered last. It is never reset: a section that has been left says
-# so itself, and its `_outer` tells what is still around it.
+# The section that this context entered last. Never reset: one that has been left says so itself,
+# and its `_outer` tells what is still around it. So leaving works in any context, in any order.
 _entered: ContextVar[Section | None] = ContextVar("sc_core.barrier.entered", default=None)
 
 
@@ -362,7 +378,13 @@ def _live(section: Section | None) -> Section | None:
     return section
 
 
-def _listed(sections: Iterable[SectionStatistics], at_most: int = 5) -> str:
-    each = [str(section) for section in sections]
-    more = [f"{len(each) - at_most} more"] if len(each) > at_most else []
-    return ", ".join(each[:at_most] + more)
+def _described(sections: Mapping[Section, float], now: float) -> list[SectionStatistics]:
+    return [
+        SectionStatistics(section.side, section.label, now - since)
+        for section, since in sections.items()
+    ]
+
+
+def _listed(sections: Sequence[SectionStatistics], at_most: int = 5) -> str:
+    more = [f"{len(sections) - at_most} more"] if len(sections) > at_most else []
+    return ", ".join([*map(str, sections[:at_most]), *more])
