@@ -1,1 +1,126 @@
-"""The controller core."""
+"""The controller core of asynchronous RL post-training, with structured concurrency.
+
+Start with `SingleController`; `sc_core.testing` runs a whole one in memory.
+"""
+
+from sc_core.audit import AuditReport as AuditReport
+from sc_core.audit import audit as audit
+from sc_core.barrier import BarrierStatistics as BarrierStatistics
+from sc_core.barrier import CheckpointBarrier as CheckpointBarrier
+from sc_core.bundle import BundleStore as BundleStore
+from sc_core.calls import in_thread as in_thread
+from sc_core.calls import inline as inline
+from sc_core.config import ControllerConfig as ControllerConfig
+from sc_core.config import decode as decode
+from sc_core.controller import ControllerStatistics as ControllerStatistics
+from sc_core.controller import Ports as Ports
+from sc_core.controller import RunResult as RunResult
+from sc_core.controller import SingleController as SingleController
+from sc_core.errors import BundleDamaged as BundleDamaged
+from sc_core.errors import CallTimeout as CallTimeout
+from sc_core.errors import ConfigChanged as ConfigChanged
+from sc_core.errors import ConfigError as ConfigError
+from sc_core.errors import DataFailure as DataFailure
+from sc_core.errors import DataPlaneError as DataPlaneError
+from sc_core.errors import EndOfPrompts as EndOfPrompts
+from sc_core.errors import MissingRows as MissingRows
+from sc_core.errors import RestoreError as RestoreError
+from sc_core.errors import RestoreOrderError as RestoreOrderError
+from sc_core.errors import RunInUse as RunInUse
+from sc_core.errors import SaveError as SaveError
+from sc_core.errors import ScError as ScError
+from sc_core.errors import WeightSyncError as WeightSyncError
+from sc_core.errors import root_cause as root_cause
+from sc_core.events import JsonlEventLog as JsonlEventLog
+from sc_core.events import JsonlMetrics as JsonlMetrics
+from sc_core.filters import ZeroVarianceFilter as ZeroVarianceFilter
+from sc_core.places import Places as Places
+from sc_core.ports import AdvantageEstimator as AdvantageEstimator
+from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
+from sc_core.ports import Columns as Columns
+from sc_core.ports import DataPlane as DataPlane
+from sc_core.ports import EventSink as EventSink
+from sc_core.ports import GroupFilter as GroupFilter
+from sc_core.ports import MetricsSink as MetricsSink
+from sc_core.ports import PromptSource as PromptSource
+from sc_core.ports import RolloutWorker as RolloutWorker
+from sc_core.ports import Runner as Runner
+from sc_core.ports import Sampler as Sampler
+from sc_core.ports import Trainer as Trainer
+from sc_core.ports import WeightSync as WeightSync
+from sc_core.records import Batch as Batch
+from sc_core.records import Cut as Cut
+from sc_core.records import Group as Group
+from sc_core.records import Prompt as Prompt
+from sc_core.records import PulledPrompt as PulledPrompt
+from sc_core.records import Sample as Sample
+from sc_core.records import Stamp as Stamp
+from sc_core.restore import ReadyStore as ReadyStore
+from sc_core.restore import SentStore as SentStore
+from sc_core.restore import restore as restore
+from sc_core.verify import VerifiedBundle as VerifiedBundle
+from sc_core.verify import newest_valid as newest_valid
+from sc_core.verify import verify as verify
+from sc_core.watched import Watched as Watched
+
+__all__ = [
+    "AdvantageEstimator",
+    "AuditReport",
+    "BarrierStatistics",
+    "Batch",
+    "BootstrapDataPlane",
+    "BundleDamaged",
+    "BundleStore",
+    "CallTimeout",
+    "CheckpointBarrier",
+    "Columns",
+    "ConfigChanged",
+    "ConfigError",
+    "ControllerConfig",
+    "ControllerStatistics",
+    "Cut",
+    "DataFailure",
+    "DataPlane",
+    "DataPlaneError",
+    "EndOfPrompts",
+    "EventSink",
+    "Group",
+    "GroupFilter",
+    "JsonlEventLog",
+    "JsonlMetrics",
+    "MetricsSink",
+    "MissingRows",
+    "Places",
+    "Ports",
+    "Prompt",
+    "PromptSource",
+    "PulledPrompt",
+    "ReadyStore",
+    "RestoreError",
+    "RestoreOrderError",
+    "RolloutWorker",
+    "RunInUse",
+    "RunResult",
+    "Runner",
+    "Sample",
+    "Sampler",
+    "SaveError",
+    "ScError",
+    "SentStore",
+    "SingleController",
+    "Stamp",
+    "Trainer",
+    "VerifiedBundle",
+    "Watched",
+    "WeightSync",
+    "WeightSyncError",
+    "ZeroVarianceFilter",
+    "audit",
+    "decode",
+    "in_thread",
+    "inline",
+    "newest_valid",
+    "restore",
+    "root_cause",
+    "verify",
+]

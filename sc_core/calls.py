@@ -50,6 +50,7 @@ async def settle(
         tg.start_soon(child)
     if failure:
         raise failure[0]
+    await anyio.lowlevel.checkpoint_if_cancelled()
     return outcome[0]
 
 

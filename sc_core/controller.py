@@ -31,7 +31,7 @@ from sc_core.ports import (
     Trainer,
     WeightSync,
 )
-from sc_core.records import Cut
+from sc_core.records import Cut, LedgerRecord
 from sc_core.restore import ReadyStore
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
@@ -158,6 +158,10 @@ class SingleController:
         """
         self._state.audit()
 
+    def ledger_records(self) -> tuple[LedgerRecord, ...]:
+        """The live prompts, by ordinal."""
+        return self._state.ledger.records()
+
     def statistics(self) -> ControllerStatistics:
         state, ledger = self._state, self._state.ledger
         return ControllerStatistics(
@@ -238,7 +242,8 @@ class SingleController:
         )
         await self._settle_in(plane, rows)
         async with anyio.create_task_group() as tg:
-            tg.start_soon(watch, state, config.async_rl.stall_watchdog.stall_timeout_s, self._report)
+            stall_timeout_s = config.async_rl.stall_watchdog.stall_timeout_s
+            tg.start_soon(watch, state, stall_timeout_s, self._report)
             if finaliser is not None:
                 tg.start_soon(finaliser.run)
             await weights.update()  # every engine confirms the version before a prompt goes out
@@ -308,14 +313,19 @@ class SingleController:
         if not config.checkpointing.load_replay_buffer:
             for group in ledger.index.groups():
                 state.regenerated(group, reason="load_replay_buffer is false")
-        if cut.sampler != self._sampler.name or cut.prompts_per_step != ledger.prompts_per_step:
-            self._sampler.adopt(ledger)
+        changed = (cut.sampler, cut.prompts_per_step) != (
+            self._sampler.name,
+            ledger.prompts_per_step,
+        )
+        regenerated = not config.checkpointing.load_replay_buffer
+        if self._sampler.stamps_targets and (changed or regenerated):
+            ledger.retarget(ledger.prompts_per_step, untargeted=True)
         await settle(
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
         )
         await ports.source.seek(cut.position)
 
-    def _take_cut(self, rows: Rows) -> tuple[Cut, int]:
+    def _take_cut(self, rows: Rows) -> tuple[Cut, tuple[int, int]]:
         ports, ledger = self._ports, self._state.ledger
         cut = ledger.cut(
             incarnation=ports.events.incarnation,
@@ -326,7 +336,7 @@ class SingleController:
             source_fingerprint=ports.source.fingerprint(),
             suspects=sorted(rows.suspects),
         )
-        return cut, ledger.index.digest
+        return cut, (ledger.index.digest, ledger.digest)
 
     def _report(self) -> str:
         stats = self.statistics()

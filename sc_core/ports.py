@@ -206,6 +206,10 @@ class Sampler(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def stamps_targets(self) -> bool:
+        """Whether every group is meant for one step: its stamps carry a target."""
+
     def admit(self, view: SamplerView) -> Stamp | None:
         """A stamp for one more group now, or None."""
 

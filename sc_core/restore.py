@@ -10,9 +10,11 @@ it a controller, is opened from. The wrong order does not type-check; run anyway
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+
+import msgspec
 
 from sc_core.bundle import BundleStore
 from sc_core.calls import settle
@@ -22,7 +24,6 @@ from sc_core.errors import (
     BundleInconsistent,
     ConfigChanged,
     InventoryMismatch,
-    NoValidBundle,
     RestoreError,
     RestoreOrderError,
 )
@@ -33,14 +34,13 @@ from sc_core.window import check_inventory, snapshot_metadata
 
 logger = logging.getLogger(__name__)
 
-Refused = Callable[[str, RestoreError], None]
 _PROVEN = object()
 
 
 class ReadyStore:
     """Proof that the store holds exactly a bundle's rows, or has never been touched.
 
-    Made by `restore` only. It may be sent to another process; each copy can be used once.
+    Made by `restore`, or by `SentStore.receive` from one that was. Used once.
     """
 
     def __init__(self, proof: object, bundle: VerifiedBundle | None) -> None:
@@ -48,11 +48,6 @@ class ReadyStore:
             raise RestoreOrderError("a ReadyStore comes from sc_core.restore(), after its checks")
         self.bundle = bundle  #: what the store was filled from; None: a fresh start
         self._used = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._used:
-            raise RestoreOrderError("this ReadyStore was used; it can't be sent on")
-        return _received, (self.bundle,)
 
     def use(self) -> None:
         """Spend the token: whoever opens a data plane calls this first.
@@ -64,9 +59,38 @@ class ReadyStore:
             raise RestoreOrderError("this ReadyStore was used; restore again for another run")
         self._used = True
 
+    def send(self) -> SentStore:
+        """Spend the token here, so that another process can have it."""
+        self.use()
+        if self.bundle is None:
+            return SentStore(None, None)
+        return SentStore(str(self.bundle.path), self.bundle.digest)
 
-def _received(bundle: VerifiedBundle | None) -> ReadyStore:
-    return ReadyStore(_PROVEN, bundle)
+    def __reduce__(self) -> NoReturn:
+        raise RestoreOrderError("a ReadyStore proves nothing elsewhere: send() it, then receive()")
+
+
+class SentStore(msgspec.Struct, frozen=True):
+    """A `ReadyStore` on its way to the process that runs the controller."""
+
+    path: str | None  #: of the bundle that the store was filled from
+    digest: str | None  #: of its cut
+
+    async def receive(self, store: BundleStore, *, runner: Runner) -> ReadyStore:
+        """The token again, once the bundle was verified here too.
+
+        Raises:
+            BundleDamaged, BundleInconsistent: it changed on the way.
+        """
+        if self.path is None:
+            return ReadyStore(_PROVEN, None)
+        bundle = await runner(lambda: verify(Path(self.path or ""), store.disk, key=store.key))
+        if bundle.digest != self.digest:
+            raise BundleInconsistent(
+                f"{bundle.path.name}: its cut had digest {self.digest} when the store was filled"
+                f" and has {bundle.digest} now"
+            )
+        return ReadyStore(_PROVEN, bundle)
 
 
 async def restore(
@@ -133,12 +157,11 @@ def _choose(
         return verify(resume, store.disk, key=store.key)
 
     def on_refused(name: str, reason: RestoreError) -> None:
-        if name not in refused:
-            logger.warning("not resuming from %s: %s", name, reason)
-            refused[name] = reason
+        logger.warning("not resuming from %s: %s", name, reason)
+        refused[name] = reason
 
     return newest_valid(
-        store.directory, store.disk, key=store.key, on_refused=on_refused, skip=refused
+        store.directory, store.disk, key=store.key, on_refused=on_refused, refused=dict(refused)
     )
 
 

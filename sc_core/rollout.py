@@ -24,6 +24,7 @@ from sc_core.errors import (
     RowsNotCleared,
     root_cause,
 )
+from sc_core.ledger import Cause
 from sc_core.ports import GroupFilter, PromptSource, RolloutWorker
 from sc_core.records import LedgerRecord, Prompt, Sample, Stamp, sample_ids
 from sc_core.rows import Rows
@@ -111,7 +112,7 @@ class RolloutPump:
         record = ledger.next_waiting(self._backing_off)
         if record is None:
             return None
-        if record.admitted:  # a retry or a restored group keeps its place and its target
+        if record.admitted:  # a retry, or restored: it has its place, and its target
             return record.ordinal, None
         if record.ordinal not in state.places and state.places.free == 0:
             return None
@@ -202,7 +203,7 @@ class RolloutPump:
         """Retry after a back-off, or follow `on_dropped_prompt`. Never a stand-in group."""
         state, ordinal = self._state, record.ordinal
         reason = f"{type(error).__name__}: {error}"
-        cause = "data" if isinstance(error, DataFailure) else "infra"
+        cause: Cause = "data" if isinstance(error, DataFailure) else "infra"
         if cause == "data":
             failed, allowed = record.data_failures, self._failures.max_data_attempts_per_prompt
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from sc_core.ledger import Ledger
+from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
 from sc_core.records import Group, LedgerRecord, PulledPrompt, Stamp
@@ -22,9 +22,7 @@ from sc_core.watched import Watched
 class RunState:
     """The live state of one run."""
 
-    def __init__(
-        self, ledger: Ledger, places: Places, sampler: Sampler, events: EventSink
-    ) -> None:
+    def __init__(self, ledger: Ledger, places: Places, sampler: Sampler, events: EventSink) -> None:
         self.ledger = ledger
         self.places = places
         self.sampler = sampler
@@ -75,7 +73,7 @@ class RunState:
         )
         return record
 
-    def retried(self, ordinal: int, cause: str, reason: str) -> LedgerRecord:
+    def retried(self, ordinal: int, cause: Cause, reason: str) -> LedgerRecord:
         record = self.ledger.retry(ordinal, cause)
         self._emit("redispatched", ordinal=ordinal, group_id=record.group_id, reason=reason)
         return record
@@ -126,12 +124,14 @@ class RunState:
         """A committed group that has become too old: its prompt goes out again, or is dropped."""
         self._emit("evicted", ordinal=group.ordinal, group_id=group.group_id, reason=reason)
         if requeue:
-            record = self.ledger.requeue(group.ordinal)
-            self._emit(
-                "redispatched", ordinal=group.ordinal, group_id=record.group_id, reason=reason
-            )
+            self.regenerated(group, reason)
         else:
             self.dropped(group.ordinal, reason)
+
+    def regenerated(self, group: Group, reason: str) -> None:
+        """A committed group is given up and its prompt goes out again. It keeps its place."""
+        record = self.ledger.requeue(group.ordinal)
+        self._emit("redispatched", ordinal=group.ordinal, group_id=record.group_id, reason=reason)
 
     # the run --------------------------------------------------------------------------
 

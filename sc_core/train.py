@@ -171,6 +171,8 @@ class TrainPump:
                     and record.stale_requeues < rl.max_stale_requeues
                 )
                 state.evicted(group, requeue=requeue, reason=f"stale by {age} versions")
+            if state.sampler.stamps_targets:
+                state.ledger.retarget(self._groups_per_step, untargeted=True)
             self._evicted += len(stale)
             await self._rows.clear(row for group in stale for row in group.sample_ids)
 

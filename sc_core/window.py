@@ -32,7 +32,7 @@ class CheckpointWindow:
         finaliser: BundleFinaliser,
         deadlines: DeadlinesConfig,
         runner: Runner,
-        take_cut: Callable[[], tuple[Cut, int]],
+        take_cut: Callable[[], tuple[Cut, tuple[int, int]]],
     ) -> None:
         self._barrier = barrier
         self._plane = plane
@@ -41,7 +41,7 @@ class CheckpointWindow:
         self._finaliser = finaliser
         self._deadlines = deadlines
         self._runner = runner
-        self._take_cut = take_cut  #: the cut and the digest of its groups, without an await
+        self._take_cut = take_cut  #: with the digests of its groups and records; no await
         self.timings: Mapping[str, float] = {}  #: of the last save, in seconds
 
     async def save(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -78,8 +78,8 @@ class CheckpointWindow:
         self.timings = lap.seconds
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
-        cut, groups_digest = self._take_cut()
-        digest = await self._runner(_digest, cut, groups_digest)
+        cut, (groups, records) = self._take_cut()
+        digest = cut_digest(cut, groups_digest=groups, records_digest=records)
         listed = await settle(
             "data_plane.list_sample_ids",
             self._deadlines.data_plane_s,
@@ -119,7 +119,3 @@ def snapshot_metadata(cut: Cut, digest: str) -> dict[str, object]:
         "groups": len(cut.groups),
         "rows": sum(len(group.sample_ids) for group in cut.groups),
     }
-
-
-def _digest(cut: Cut, groups_digest: int) -> str:
-    return cut_digest(cut, groups_digest=groups_digest)

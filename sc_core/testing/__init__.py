@@ -1,6 +1,13 @@
-"""In-memory ports, and suites that check any implementation of a port."""
+"""In-memory ports, whole runs on them, and suites that check any implementation of a port."""
 
 from sc_core.testing.data_plane import Call as Call
 from sc_core.testing.data_plane import MemoryBootstrap as MemoryBootstrap
 from sc_core.testing.data_plane import MemoryDataPlane as MemoryDataPlane
 from sc_core.testing.data_plane import MemoryStore as MemoryStore
+from sc_core.testing.events import MemoryEventLog as MemoryEventLog
+from sc_core.testing.ports import ListPrompts as ListPrompts
+from sc_core.testing.ports import MeanBaseline as MeanBaseline
+from sc_core.testing.ports import MemoryEngines as MemoryEngines
+from sc_core.testing.ports import MemoryMetrics as MemoryMetrics
+from sc_core.testing.ports import MemoryTrainer as MemoryTrainer
+from sc_core.testing.run import MemoryRun as MemoryRun

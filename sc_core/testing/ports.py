@@ -1,0 +1,191 @@
+"""A trainer, engines, a prompt source and an estimator in memory, small and deterministic.
+
+What the trainer calls weights is a hash over every row it was trained on, in order, and what
+the engines generate is a hash over those weights and the prompt: two runs end with the same
+weights only if they trained on the same tokens in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from sc_core.disk import LOCAL, Disk
+from sc_core.errors import BundleDamaged, EndOfPrompts
+from sc_core.ports import Columns, DataPlane
+from sc_core.records import Batch, Prompt, PulledPrompt, Sample
+
+Latency = Callable[[Prompt, int], float]
+Script = Callable[[Prompt, int, int], Awaitable[None]]
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+class ListPrompts:
+    """A `PromptSource` over a list, for a number of epochs; a position is a count of prompts."""
+
+    def __init__(self, prompts: Sequence[Any], *, epochs: int = 1) -> None:
+        self._prompts = list(prompts)
+        self._epochs = epochs
+        self._next = 0
+        self.pulled: list[Any] = []  #: every payload given, in order
+
+    async def next_prompt(self) -> PulledPrompt:
+        await anyio.lowlevel.checkpoint()
+        if self._next >= len(self._prompts) * self._epochs:
+            raise EndOfPrompts(f"{self._epochs} epochs of {len(self._prompts)} prompts are over")
+        payload = self._prompts[self._next % len(self._prompts)]
+        self._next += 1
+        self.pulled.append(payload)
+        return PulledPrompt(payload, self._next)
+
+    async def seek(self, position: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._next = 0 if position is None else position
+
+    def fingerprint(self) -> str:
+        return _hash(self._prompts)[:16]
+
+
+class MemoryTrainer:
+    """A `Trainer` whose weights are a hash chain. Keeps a log of the batches it was given."""
+
+    def __init__(self, plane: DataPlane, *, seed: int = 0, disk: Disk = LOCAL) -> None:
+        self._plane = plane
+        self._disk = disk
+        self.weights = _hash("initial", seed)
+        self._open: list[str] | None = None  #: digests of the chunks of the open step
+        self.trained: list[tuple[int, ...]] = []  #: ordinals of each finished step
+        self._ordinals: list[int] = []
+
+    async def prepare(self, batch: Batch) -> None:
+        tokens = (await self._plane.get_samples(batch.sample_ids, ["tokens"]))["tokens"]
+        logprobs = [int(_hash(self.weights, row)[:6], 16) for row in tokens]
+        await self._plane.put_samples(batch.sample_ids, {"logprobs": logprobs})
+
+    async def begin_step(self, step: int) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._open, self._ordinals = [], []
+
+    async def train_microbatches(self, batch: Batch) -> None:
+        assert self._open is not None
+        fields = ["tokens", "logprobs", "advantage"]
+        columns = await self._plane.get_samples(batch.sample_ids, fields)
+        self._open.append(_hash([columns[name] for name in fields]))
+        self._ordinals += [group.ordinal for group in batch.groups]
+
+    async def finish_step(self) -> Mapping[str, float]:
+        assert self._open is not None
+        await anyio.lowlevel.checkpoint()
+        self.weights = _hash(self.weights, self._open)
+        self.trained.append(tuple(self._ordinals))
+        self._open = None
+        return {"loss": int(self.weights[:4], 16) / 65536}
+
+    async def abandon_step(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._open = None
+
+    async def save(self, directory: Path) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._disk.write(directory / "weights.json", msgspec.json.encode(self.weights))
+
+    async def finalize_save(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def load(self, directory: Path) -> None:
+        await anyio.lowlevel.checkpoint()
+        raw = self._disk.read(directory / "weights.json", 1 << 10)
+        try:
+            self.weights = msgspec.json.decode(raw, type=str)
+        except msgspec.DecodeError as exc:
+            raise BundleDamaged(directory.parent.name, "policy/weights.json", str(exc)) from exc
+
+
+class MemoryEngines:
+    """`RolloutWorker` and `WeightSync` in one: generates tokens from the weights it was given.
+
+    `latency` gives the virtual seconds that one sibling takes. `script` is awaited before a
+    sibling is generated, with the prompt, the sibling and the weight version; it may sleep,
+    raise or hang.
+    """
+
+    def __init__(
+        self,
+        trainer: MemoryTrainer,
+        *,
+        engines: int = 1,
+        latency: Latency = lambda prompt, sibling: 0.0,
+        script: Script | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._latency = latency
+        self._script = script
+        self._weights = ""
+        self.serves = {f"engine{i}": -1 for i in range(engines)}  #: confirmed version of each
+        self.paused = False
+        self.rollouts: list[tuple[int, int, int]] = []  #: ordinal, sibling, version of each call
+
+    async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
+        self.rollouts.append((prompt.ordinal, sibling, weight_version))
+        if self._script is not None:
+            await self._script(prompt, sibling, weight_version)
+        await anyio.sleep(self._latency(prompt, sibling))
+        made = _hash(self._weights, prompt.payload, prompt.ordinal, sibling, weight_version)
+        reward = int(made[0], 16) / 15
+        return Sample(
+            fields={"tokens": [int(c, 16) for c in made[: 4 + sibling]], "reward": reward},
+            reward=reward,
+            tokens=4 + sibling,
+            end_weight_version=self.serves["engine0"],
+        )
+
+    async def pause(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.paused = True
+
+    async def transfer(self, version: int) -> Mapping[str, int]:
+        await anyio.lowlevel.checkpoint()
+        self._weights = self._trainer.weights
+        self.serves = dict.fromkeys(self.serves, version)
+        return dict(self.serves)
+
+    async def resume(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.paused = False
+
+
+class MeanBaseline:
+    """An `AdvantageEstimator`: reward less the mean of its group."""
+
+    select_fields = ("reward",)
+
+    def __init__(self, *, heavy: bool = False) -> None:
+        self.heavy = heavy
+
+    def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
+        advantages: list[float] = []
+        rewards = columns["reward"]
+        for size in group_sizes:
+            group = rewards[len(advantages) : len(advantages) + size]
+            mean = sum(group) / size
+            advantages += [reward - mean for reward in group]
+        return {"advantage": advantages}
+
+
+class MemoryMetrics:
+    """A `MetricsSink` that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        self.steps.append(dict(metrics))

@@ -1,0 +1,141 @@
+"""A whole run on in-memory ports, with crashes and resumes, in milliseconds and without Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from sc_core.bundle import BundleStore
+from sc_core.calls import inline
+from sc_core.config import ControllerConfig
+from sc_core.controller import Ports, RunResult, SingleController
+from sc_core.events import Event
+from sc_core.ports import DataPlane, GroupFilter, Sampler
+from sc_core.restore import ReadyStore, restore
+from sc_core.testing.data_plane import Hooks, MemoryBootstrap, MemoryDataPlane, MemoryStore
+from sc_core.testing.events import MemoryEventLog
+from sc_core.testing.ports import (
+    Latency,
+    ListPrompts,
+    MeanBaseline,
+    MemoryEngines,
+    MemoryMetrics,
+    MemoryTrainer,
+    Script,
+)
+
+
+class MemoryRun:
+    """One run of a controller: a directory of bundles, an event log, and process lives.
+
+    Every call of `run` is one incarnation with a fresh store, trainer and engines, as a new
+    process would have. `crash_when` is asked at every event; once it says yes, the incarnation
+    is cut off, and what the next one finds is the log and the bundles of that very instant.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ControllerConfig,
+        prompts: Sequence[Any],
+        *,
+        epochs: int = 1,
+        latency: Latency = lambda prompt, sibling: 0.0,
+        script: Script | None = None,
+        hooks: Hooks | None = None,
+        group_filter: GroupFilter | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.prompts = prompts
+        self.epochs = epochs
+        self.latency = latency
+        self.script = script
+        self.hooks = hooks
+        self.group_filter = group_filter
+        self.sampler = sampler
+        self.log = MemoryEventLog()
+        self.lives = 0
+        self._lived = False
+        self.start_life()
+
+    def start_life(self) -> None:
+        """Build what a new process would build; `run` does so for every life but the first."""
+        self.lives += 1
+        self.store = MemoryStore()
+        self.trainer = MemoryTrainer(MemoryDataPlane(self.store))
+        self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
+        self.source = ListPrompts(self.prompts, epochs=self.epochs)
+        self.metrics = MemoryMetrics()
+        self.controller: SingleController | None = None
+
+    async def open(self, bundles: BundleStore) -> SingleController:
+        """Restore into the fresh store and build the controller of this life."""
+        ready = await restore(
+            bundles,
+            MemoryBootstrap(self.store),
+            self.config,
+            runner=inline,
+            source_fingerprint=self.source.fingerprint(),
+        )
+
+        async def connect(token: ReadyStore) -> DataPlane:
+            token.use()
+            return MemoryDataPlane(self.store, self.hooks)
+
+        ports = Ports(
+            connect=connect,
+            source=self.source,
+            worker=self.engines,
+            trainer=self.trainer,
+            weight_sync=self.engines,
+            estimator=MeanBaseline(),
+            events=self.log,
+            metrics=self.metrics,
+            bundles=bundles,
+            group_filter=self.group_filter,
+            sampler=self.sampler,
+        )
+        return SingleController(self.config, ready, ports, runner=inline)
+
+    async def run(self, *, crash_when: Callable[[Event], bool] | None = None) -> RunResult | None:
+        """Live once: resume if there is a bundle, run to the end. None: it crashed."""
+        if self._lived:
+            self.log = self.log.after_crash()
+            self.start_life()
+        self._lived = True
+        bundles = BundleStore(self.directory)
+        bundles.open()
+        grave = self.directory.with_name(f"{self.directory.name}.crashed{self.lives}")
+        try:
+            with anyio.CancelScope() as life:
+                if crash_when is not None:
+                    self._arm(crash_when, life, grave)
+                self.controller = await self.open(bundles)
+                return await self.controller.run()
+        finally:
+            bundles.close()
+        shutil.rmtree(self.directory)
+        grave.rename(self.directory)
+        self.log = self._last_words
+        return None
+
+    def _arm(
+        self, crash_when: Callable[[Event], bool], life: anyio.CancelScope, grave: Path
+    ) -> None:
+        append_many = self.log.append_many
+
+        def append_and_look(kind: Any, each: Any) -> int:
+            seq = append_many(kind, each)
+            if not grave.exists() and any(map(crash_when, self.log.events[-len(each) :])):
+                self._last_words = self.log.after_crash(self.log.incarnation)
+                shutil.copytree(self.directory, grave)
+                life.cancel()
+            return seq
+
+        self.log.append_many = append_and_look  # type: ignore[method-assign]

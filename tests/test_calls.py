@@ -1,0 +1,91 @@
+"""`settle`: a call is awaited to its end, or to its deadline, whatever happens to the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from sc_core.calls import in_thread, inline, settle
+from sc_core.errors import CallTimeout
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_cancel_takes_effect_after_the_call() -> None:
+    done: list[str] = []
+
+    async def work() -> str:
+        await anyio.sleep(5)
+        done.append("work")
+        return "result"
+
+    started = anyio.current_time()
+    with anyio.move_on_after(1) as scope:
+        await settle("call", 60, work, then=lambda result: done.append(result))
+        done.append("not reached")
+    assert scope.cancelled_caught
+    assert done == ["work", "result"]
+    assert anyio.current_time() - started == pytest.approx(5)
+
+
+async def test_the_deadline_names_the_call() -> None:
+    with pytest.raises(CallTimeout, match=r"data_plane\.put did not return within 3 s"):
+        await settle("data_plane.put", 3, anyio.sleep_forever)
+
+
+async def test_an_error_of_the_call_or_of_what_follows_it_arrives_bare() -> None:
+    async def broken() -> None:
+        await checkpoint()
+        raise LookupError("no such row")
+
+    def refuse(_: None) -> None:
+        raise ValueError("refused")
+
+    with pytest.raises(LookupError, match="no such row"):
+        await settle("call", 3, broken)
+    with pytest.raises(ValueError, match="refused"):
+        await settle("call", 3, checkpoint, then=refuse)
+
+
+async def test_a_timeout_of_the_work_itself_is_not_taken_for_the_deadline() -> None:
+    async def work() -> None:
+        await checkpoint()
+        raise TimeoutError("of the socket")
+
+    with pytest.raises(TimeoutError, match="of the socket") as caught:
+        await settle("call", 3, work)
+    assert not isinstance(caught.value, CallTimeout)
+
+
+async def test_inline_runs_where_it_is_called() -> None:
+    assert await inline(threading.get_ident) == threading.get_ident()
+
+
+def test_a_native_cancel_waits_for_the_thread_that_works() -> None:
+    """`ray.cancel` reaches a coroutine as a bare `Task.cancel()`, which ignores shields."""
+
+    async def main() -> tuple[bool, bool]:
+        working, may_end = threading.Event(), threading.Event()
+
+        def work() -> None:
+            working.set()
+            may_end.wait(10)
+
+        task = asyncio.create_task(settle("save", 60, lambda: in_thread(work)))
+        await asyncio.to_thread(working.wait, 10)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()  # and once more, for those who insist
+        for _ in range(20):
+            await asyncio.sleep(0)
+        ended_early = task.done()
+        may_end.set()
+        await asyncio.wait([task])
+        return ended_early, task.cancelled()
+
+    assert asyncio.run(main()) == (False, True)

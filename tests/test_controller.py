@@ -1,0 +1,323 @@
+"""Whole runs on in-memory ports: to the end, stopped, crashed and resumed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from sc_core.audit import audit
+from sc_core.config import ControllerConfig, decode
+from sc_core.errors import (
+    CallTimeout,
+    ConfigChanged,
+    PromptDropped,
+    RestoreOrderError,
+    StallError,
+    WeightSyncError,
+)
+from sc_core.events import Event
+from sc_core.filters import ZeroVarianceFilter
+from sc_core.records import Prompt
+from sc_core.testing import MemoryRun
+
+pytestmark = pytest.mark.anyio
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "in_order-0": {"name": "in_order", "max_lookahead_versions": 0},
+    "in_order-2": {"name": "in_order", "max_lookahead_versions": 2},
+    "windowed": {"name": "windowed", "max_staleness_versions": 1},
+    "weight_fifo": {"name": "weight_fifo", "max_staleness_versions": 1},
+    "ready_first": {"name": "ready_first", "max_staleness_versions": 1},
+}
+
+
+def settings(sampler: str = "in_order-0", *, steps: int = 12, **sections: Any) -> ControllerConfig:
+    data: dict[str, Any] = {
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 3,
+            "max_num_steps": steps,
+        },
+        "async_rl": {"sampler": SAMPLERS[sampler]},
+        "checkpointing": {"save_period": 3},
+    }
+    for section, values in sections.items():
+        data[section] |= values
+    return decode(data, ControllerConfig)
+
+
+def uneven(prompt: Prompt, sibling: int) -> float:
+    """Virtual seconds: some prompts take several times as long as others."""
+    return 0.5 + (prompt.ordinal * 7 + sibling * 3) % 11
+
+
+def at(kind: str, count: int) -> Callable[[Event], bool]:
+    """Yes to the `count`-th event of that kind."""
+    seen = Counter[str]()
+
+    def crash_when(event: Event) -> bool:
+        seen[event.event] += 1
+        return event.event == kind and seen[kind] == count
+
+    return crash_when
+
+
+def fates(run: MemoryRun) -> Counter[str]:
+    report = audit(run.log.events)
+    assert report.ok, report.violations
+    return Counter(e.event for e in run.log.events if e.event in ("trained", "dropped"))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+async def test_a_run_trains_every_step_and_keeps_the_law(sampler: str, tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(sampler), range(500), latency=uneven)
+    result = await run.run()
+    assert result is not None
+    assert (result.reason, result.step, result.weight_version) == ("max_steps", 12, 12)
+    assert [len(step) for step in run.trainer.trained] == [4] * 12
+    assert all(step == tuple(sorted(step)) for step in run.trainer.trained)
+    assert run.controller is not None
+    run.controller.audit()
+    assert fates(run)["trained"] == 48
+    assert run.store.rows.keys() == {
+        f"{r.group_id}_g{i}"
+        for r in run.controller.ledger_records()
+        if r.state == "committed"
+        for i in range(3)
+    }
+    assert sorted(p.name for p in (tmp_path / "c").glob("step_*")) == [
+        "step_12",
+        "step_3",
+        "step_6",
+        "step_9",
+    ]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("kind, count", [("trained", 17), ("committed", 30), ("weight_sync", 7)])
+async def test_a_killed_run_loses_and_repeats_nothing(
+    sampler: str, kind: str, count: int, tmp_path: Path
+) -> None:
+    run = MemoryRun(tmp_path / "c", settings(sampler), range(500), latency=uneven)
+    assert await run.run(crash_when=at(kind, count)) is None
+    result = await run.run()
+    assert result is not None and result.step == 12
+    assert audit(run.log.events).ok
+    assert run.controller is not None
+    run.controller.audit()
+
+
+@pytest.mark.parametrize("crash_at", [3, 5, 8, 11])
+async def test_in_order_without_lookahead_resumes_bit_for_bit(
+    crash_at: int, tmp_path: Path
+) -> None:
+    whole = MemoryRun(tmp_path / "whole", settings(), range(500), latency=uneven)
+    await whole.run()
+    killed = MemoryRun(tmp_path / "killed", settings(), range(500), latency=uneven)
+    assert await killed.run(crash_when=at("weight_sync", crash_at + 1)) is None
+    result = await killed.run()
+    assert result is not None and result.step == 12
+    assert killed.trainer.weights == whole.trainer.weights
+
+
+async def test_two_crashes_in_a_row_before_and_after_a_bundle(tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings("windowed"), range(500), latency=uneven)
+    assert await run.run(crash_when=at("dispatched", 2)) is None
+    assert await run.run(crash_when=at("checkpoint", 1)) is None
+    assert await run.run(crash_when=at("selected", 2)) is None
+    result = await run.run()
+    assert result is not None and result.step == 12
+    assert fates(run)["trained"] >= 48
+    assert Counter(e.event for e in run.log.events)["resumed"] == 2
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+async def test_the_end_of_prompts_makes_one_short_step(sampler: str, tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(sampler, steps=100), range(10), latency=uneven)
+    result = await run.run()
+    assert result is not None
+    assert (result.reason, result.step) == ("exhausted", 3)
+    assert sorted(len(step) for step in run.trainer.trained) == [2, 4, 4]
+    assert fates(run)["trained"] == 10
+
+
+async def test_a_resume_at_the_last_step_does_nothing(tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(), range(500))
+    await run.run()
+    bundles = sorted(tmp_path.glob("c/step_*"))
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("max_steps", 12)
+    assert run.trainer.trained == [] and run.engines.rollouts == []
+    assert sorted(tmp_path.glob("c/step_*")) == bundles
+
+
+async def test_stop_abandons_the_open_step_and_saves(tmp_path: Path) -> None:
+    async def slow_later(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 9:  # one of step 3, which can't fill without it
+            run.controller.stop()  # type: ignore[union-attr]
+            await anyio.sleep_forever()
+
+    run = MemoryRun(tmp_path / "c", settings(), range(500), script=slow_later)
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("stopped", 2)
+    assert (tmp_path / "c" / "step_2").is_dir()
+    run.script = None
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("max_steps", 12)
+    assert fates(run)["trained"] == 48
+
+
+async def test_a_requested_checkpoint_is_taken_in_mid_step(tmp_path: Path) -> None:
+    async def ask(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 6 and sibling == 0:
+            run.controller.request_checkpoint()  # type: ignore[union-attr]
+            await anyio.sleep(100)
+
+    config = settings(async_rl={"min_groups_for_streaming_train": 1})
+    run = MemoryRun(tmp_path / "c", config, range(500), script=ask)
+    assert await run.run(crash_when=at("checkpoint", 1)) is None
+    assert [e.step for e in run.log.events if e.event == "checkpoint"] == [1]
+    assert [p.name for p in tmp_path.glob("c/step_*")] == ["step_1"]
+    run.script = None
+    result = await run.run()
+    assert result is not None and result.step == 12
+    assert fates(run)["trained"] == 48
+
+
+async def test_a_failed_sibling_is_tried_again_and_the_others_count_for_nothing(
+    tmp_path: Path,
+) -> None:
+    failures = Counter[int]()
+
+    async def flaky(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal % 5 == 0 and sibling == 1 and failures[prompt.ordinal] < 2:
+            failures[prompt.ordinal] += 1
+            raise ConnectionError("engine went away")
+
+    run = MemoryRun(tmp_path / "c", settings(), range(500), script=flaky)
+    result = await run.run()
+    assert result is not None and result.step == 12
+    assert fates(run) == {"trained": 48}
+    assert result.counters["infra_failures"] == sum(failures.values()) >= 20
+    assert {e.group_id for e in run.log.events if e.event == "trained" and e.ordinal == 10} == {
+        "10.2"
+    }
+
+
+async def test_a_prompt_without_attempts_left_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
+    async def broken(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 5:
+            raise ConnectionError("engine went away")
+
+    run = MemoryRun(tmp_path / "c", settings(), range(500), script=broken)
+    result = await run.run()
+    assert result is not None and result.step == 12
+    assert fates(run) == {"trained": 48, "dropped": 1}
+    (dropped,) = (e for e in run.log.events if e.event == "dropped")
+    assert dropped.ordinal == 5
+    assert dropped.reason == "infra failure: ConnectionError: engine went away"
+
+    strict = settings(async_rl={"rollout_failure": {"on_dropped_prompt": "fail"}})
+    with pytest.raises(PromptDropped, match=r"group 5\.2 used up its attempts.*went away"):
+        await MemoryRun(tmp_path / "d", strict, range(500), script=broken).run()
+
+
+async def test_zero_variance_groups_are_dropped_and_replaced(tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(), range(500), group_filter=ZeroVarianceFilter())
+    run.engines.rollout = constant_for_even_ordinals(run)  # type: ignore[method-assign]
+    result = await run.run()
+    assert result is not None and result.step == 12
+    trained = [e.ordinal for e in run.log.events if e.event == "trained"]
+    assert trained == sorted(trained) and all(o is not None and o % 2 for o in trained)
+    assert {e.reason for e in run.log.events if e.event == "dropped"} == {"filtered"}
+
+
+def constant_for_even_ordinals(run: MemoryRun) -> Any:
+    from msgspec.structs import replace
+
+    rollout = run.engines.rollout
+
+    async def constant(prompt: Prompt, sibling: int, version: int) -> Any:
+        sample = await rollout(prompt, sibling, version)
+        return replace(sample, reward=float(sibling if prompt.ordinal % 2 else 1))
+
+    return constant
+
+
+async def test_a_hanging_data_plane_ends_the_run_with_the_name_of_the_call(
+    tmp_path: Path,
+) -> None:
+    async def hang(call: str, point: str) -> None:
+        if (call, point) == ("save_checkpoint", "midway"):
+            await anyio.sleep_forever()
+
+    run = MemoryRun(tmp_path / "c", settings(), range(500), hooks=hang)
+    with pytest.raises(CallTimeout, match=r"data_plane\.save_checkpoint did not return within 600"):
+        await run.run()
+    assert [p.name for p in tmp_path.glob("c/step_*")] == []
+
+
+async def test_an_engine_that_does_not_confirm_ends_the_run(tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(), range(500))
+    transfer = run.engines.transfer
+
+    async def one_lags(version: int) -> dict[str, int]:
+        return {**await transfer(version), "engine7": max(0, version - 1)}
+
+    run.engines.transfer = one_lags  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match=r"version 1 was not confirmed.*engine7': 0"):
+        await run.run()
+    assert not run.engines.paused
+
+
+async def test_a_stall_names_what_it_waits_for(tmp_path: Path) -> None:
+    async def never(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 6:
+            await anyio.sleep_forever()
+
+    config = settings(
+        async_rl={
+            "stall_watchdog": {"stall_timeout_s": 50},
+            "deadlines": {"rollout_s": 1e6},
+        }
+    )
+    run = MemoryRun(tmp_path / "c", config, range(500), script=never)
+    with pytest.raises(StallError, match=r"no progress for 50 s: step 1.*in flight 1, committed 3"):
+        await run.run()
+
+
+async def test_settings_that_can_t_go_on_from_a_bundle_are_refused(tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(), range(500))
+    await run.run()
+    run.config = settings(grpo={"num_generations_per_prompt": 5})
+    with pytest.raises(ConfigChanged, match=r"3 siblings and .* is 5"):
+        await run.run()
+    run.config, run.prompts = settings(), range(499)
+    with pytest.raises(ConfigChanged, match="fingerprint"):
+        await run.run()
+
+
+async def test_a_store_that_was_touched_can_t_be_restored_into(tmp_path: Path) -> None:
+    run = MemoryRun(tmp_path / "c", settings(), range(500))
+    run.store.row("leftover")
+    with pytest.raises(RestoreOrderError, match="touched before the restore"):
+        await run.run()
+
+
+async def test_without_the_replay_buffer_the_same_prompts_are_generated_again(
+    tmp_path: Path,
+) -> None:
+    run = MemoryRun(tmp_path / "c", settings("in_order-2"), range(500), latency=uneven)
+    assert await run.run(crash_when=at("trained", 30)) is None
+    run.config = settings("in_order-2", checkpointing={"load_replay_buffer": False})
+    result = await run.run()
+    assert result is not None and result.step == 12
+    (resumed,) = (e for e in run.log.events if e.event == "resumed")
+    assert resumed.weight_version == 6
+    assert {version for _, _, version in run.engines.rollouts} >= {6}
+    assert fates(run)["trained"] >= 48

@@ -1,0 +1,88 @@
+"""Imports point one way, and `import sc_core` brings nothing that it does not need."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import sc_core
+
+ROOT = Path(sc_core.__file__).parent
+LAYERS = [
+    {"errors"},
+    {"records", "config"},
+    {"ports", "disk", "calls"},
+    {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
+    {"counts", "books", "conservation"},
+    {"cut"},
+    {"index"},
+    {"ledger"},
+    {"samplers"},
+    {"state", "rows", "bundle", "verify"},
+    {"retention", "advantage", "weights", "watchdog", "rollout", "audit"},
+    {"finaliser"},
+    {"window"},
+    {"train", "restore"},
+    {"controller"},
+]
+"""A module imports only from the sets above its own, and never from its neighbours there."""
+
+
+def imports_of(module: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    assert modules == set().union(*LAYERS)
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    above: set[str] = set()
+    for layer in LAYERS:
+        for name in sorted(layer):
+            used = {
+                module.removeprefix("sc_core.")
+                for module in imports_of(ROOT / f"{name}.py")
+                if module.startswith("sc_core.")
+            }
+            wrong += [f"{name} imports {other}" for other in sorted(used - above)]
+        above |= layer
+    assert wrong == []
+
+
+def test_sc_core_needs_anyio_and_msgspec_only() -> None:
+    allowed = {"anyio", "msgspec", "sc_core", "__future__"} | sys.stdlib_module_names
+    foreign = {
+        f"{path.stem}: {module}"
+        for path in ROOT.glob("*.py")
+        for module in imports_of(path)
+        if module.split(".")[0] not in allowed
+    }
+    assert foreign <= {"__main__: yaml"}  # read by `inspect --config`, where it is installed
+    assert not [path for path in ROOT.rglob("*.py") if "pickle" in imports_of(path)]
+
+
+def test_importing_sc_core_loads_none_of_the_world() -> None:
+    script = (
+        "import sys, sc_core;"
+        "print(sorted({'ray', 'torch', 'trio', 'vllm', 'uvloop', 'numpy'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_public_names_are_listed_once_and_exist() -> None:
+    assert len(sc_core.__all__) == len(set(sc_core.__all__))
+    assert all(hasattr(sc_core, name) for name in sc_core.__all__)
+    assert sc_core.__all__ == sorted(sc_core.__all__)
