@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -74,8 +73,8 @@ def fates(run: MemoryRun) -> Counter[str]:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-async def test_a_run_trains_every_step_and_keeps_the_law(sampler: str, tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(sampler), range(500), latency=uneven)
+async def test_a_run_trains_every_step_and_keeps_the_law(sampler: str) -> None:
+    run = MemoryRun(settings(sampler), range(500), latency=uneven)
     result = await run.run()
     assert result is not None
     assert (result.reason, result.step, result.weight_version) == ("max_steps", 12, 12)
@@ -90,20 +89,13 @@ async def test_a_run_trains_every_step_and_keeps_the_law(sampler: str, tmp_path:
         if r.state == "committed"
         for i in range(3)
     }
-    assert sorted(p.name for p in (tmp_path / "c").glob("step_*")) == [
-        "step_12",
-        "step_3",
-        "step_6",
-        "step_9",
-    ]
+    assert run.bundles() == [3, 6, 9, 12]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("kind, count", [("trained", 17), ("committed", 30), ("weight_sync", 7)])
-async def test_a_killed_run_loses_and_repeats_nothing(
-    sampler: str, kind: str, count: int, tmp_path: Path
-) -> None:
-    run = MemoryRun(tmp_path / "c", settings(sampler), range(500), latency=uneven)
+async def test_a_killed_run_loses_and_repeats_nothing(sampler: str, kind: str, count: int) -> None:
+    run = MemoryRun(settings(sampler), range(500), latency=uneven)
     assert await run.run(crash_when=at(kind, count)) is None
     result = await run.run()
     assert result is not None and result.step == 12
@@ -113,20 +105,18 @@ async def test_a_killed_run_loses_and_repeats_nothing(
 
 
 @pytest.mark.parametrize("crash_at", [3, 5, 8, 11])
-async def test_in_order_without_lookahead_resumes_bit_for_bit(
-    crash_at: int, tmp_path: Path
-) -> None:
-    whole = MemoryRun(tmp_path / "whole", settings(), range(500), latency=uneven)
+async def test_in_order_without_lookahead_resumes_bit_for_bit(crash_at: int) -> None:
+    whole = MemoryRun(settings(), range(500), latency=uneven)
     await whole.run()
-    killed = MemoryRun(tmp_path / "killed", settings(), range(500), latency=uneven)
+    killed = MemoryRun(settings(), range(500), latency=uneven)
     assert await killed.run(crash_when=at("weight_sync", crash_at + 1)) is None
     result = await killed.run()
     assert result is not None and result.step == 12
     assert killed.trainer.weights == whole.trainer.weights
 
 
-async def test_two_crashes_in_a_row_before_and_after_a_bundle(tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings("windowed"), range(500), latency=uneven)
+async def test_two_crashes_in_a_row_before_and_after_a_bundle() -> None:
+    run = MemoryRun(settings("windowed"), range(500), latency=uneven)
     assert await run.run(crash_when=at("dispatched", 2)) is None
     assert await run.run(crash_when=at("checkpoint", 1)) is None
     assert await run.run(crash_when=at("selected", 2)) is None
@@ -137,8 +127,8 @@ async def test_two_crashes_in_a_row_before_and_after_a_bundle(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-async def test_the_end_of_prompts_makes_one_short_step(sampler: str, tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(sampler, steps=100), range(10), latency=uneven)
+async def test_the_end_of_prompts_makes_one_short_step(sampler: str) -> None:
+    run = MemoryRun(settings(sampler, steps=100), range(10), latency=uneven)
     result = await run.run()
     assert result is not None
     assert (result.reason, result.step) == ("exhausted", 3)
@@ -146,52 +136,50 @@ async def test_the_end_of_prompts_makes_one_short_step(sampler: str, tmp_path: P
     assert fates(run)["trained"] == 10
 
 
-async def test_a_resume_at_the_last_step_does_nothing(tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(), range(500))
+async def test_a_resume_at_the_last_step_does_nothing() -> None:
+    run = MemoryRun(settings(), range(500))
     await run.run()
-    bundles = sorted(tmp_path.glob("c/step_*"))
+    effects = run.disk.effects
     result = await run.run()
     assert result is not None and (result.reason, result.step) == ("max_steps", 12)
     assert run.trainer.trained == [] and run.engines.rollouts == []
-    assert sorted(tmp_path.glob("c/step_*")) == bundles
+    assert run.disk.effects == effects and run.bundles() == [3, 6, 9, 12]
 
 
-async def test_stop_abandons_the_open_step_and_saves(tmp_path: Path) -> None:
+async def test_stop_abandons_the_open_step_and_saves() -> None:
     async def slow_later(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal == 9:  # one of step 3, which can't fill without it
             run.controller.stop()  # type: ignore[union-attr]
             await anyio.sleep_forever()
 
-    run = MemoryRun(tmp_path / "c", settings(), range(500), script=slow_later)
+    run = MemoryRun(settings(), range(500), script=slow_later)
     result = await run.run()
     assert result is not None and (result.reason, result.step) == ("stopped", 2)
-    assert (tmp_path / "c" / "step_2").is_dir()
+    assert run.bundles() == [2]
     run.script = None
     result = await run.run()
     assert result is not None and (result.reason, result.step) == ("max_steps", 12)
     assert fates(run)["trained"] == 48
 
 
-async def test_a_requested_checkpoint_is_taken_in_mid_step(tmp_path: Path) -> None:
+async def test_a_requested_checkpoint_is_taken_in_mid_step() -> None:
     async def ask(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal == 6 and sibling == 0:
             run.controller.request_checkpoint()  # type: ignore[union-attr]
             await anyio.sleep(100)
 
     config = settings(async_rl={"min_groups_for_streaming_train": 1})
-    run = MemoryRun(tmp_path / "c", config, range(500), script=ask)
+    run = MemoryRun(config, range(500), script=ask)
     assert await run.run(crash_when=at("checkpoint", 1)) is None
     assert [e.step for e in run.log.events if e.event == "checkpoint"] == [1]
-    assert [p.name for p in tmp_path.glob("c/step_*")] == ["step_1"]
+    assert run.bundles() == [1]
     run.script = None
     result = await run.run()
     assert result is not None and result.step == 12
     assert fates(run)["trained"] == 48
 
 
-async def test_a_failed_sibling_is_tried_again_and_the_others_count_for_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_a_failed_sibling_is_tried_again_and_the_others_count_for_nothing() -> None:
     failures = Counter[int]()
 
     async def flaky(prompt: Prompt, sibling: int, version: int) -> None:
@@ -199,7 +187,7 @@ async def test_a_failed_sibling_is_tried_again_and_the_others_count_for_nothing(
             failures[prompt.ordinal] += 1
             raise ConnectionError("engine went away")
 
-    run = MemoryRun(tmp_path / "c", settings(), range(500), script=flaky)
+    run = MemoryRun(settings(), range(500), script=flaky)
     result = await run.run()
     assert result is not None and result.step == 12
     assert fates(run) == {"trained": 48}
@@ -209,12 +197,12 @@ async def test_a_failed_sibling_is_tried_again_and_the_others_count_for_nothing(
     }
 
 
-async def test_a_prompt_without_attempts_left_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
+async def test_a_prompt_without_attempts_left_is_dropped_or_ends_the_run() -> None:
     async def broken(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal == 5:
             raise ConnectionError("engine went away")
 
-    run = MemoryRun(tmp_path / "c", settings(), range(500), script=broken)
+    run = MemoryRun(settings(), range(500), script=broken)
     result = await run.run()
     assert result is not None and result.step == 12
     assert fates(run) == {"trained": 48, "dropped": 1}
@@ -224,11 +212,11 @@ async def test_a_prompt_without_attempts_left_is_dropped_or_ends_the_run(tmp_pat
 
     strict = settings(async_rl={"rollout_failure": {"on_dropped_prompt": "fail"}})
     with pytest.raises(PromptDropped, match=r"group 5\.2 used up its attempts.*went away"):
-        await MemoryRun(tmp_path / "d", strict, range(500), script=broken).run()
+        await MemoryRun(strict, range(500), script=broken).run()
 
 
-async def test_zero_variance_groups_are_dropped_and_replaced(tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(), range(500), group_filter=ZeroVarianceFilter())
+async def test_zero_variance_groups_are_dropped_and_replaced() -> None:
+    run = MemoryRun(settings(), range(500), group_filter=ZeroVarianceFilter())
     run.engines.rollout = constant_for_even_ordinals(run)  # type: ignore[method-assign]
     result = await run.run()
     assert result is not None and result.step == 12
@@ -249,21 +237,19 @@ def constant_for_even_ordinals(run: MemoryRun) -> Any:
     return constant
 
 
-async def test_a_hanging_data_plane_ends_the_run_with_the_name_of_the_call(
-    tmp_path: Path,
-) -> None:
+async def test_a_hanging_data_plane_ends_the_run_with_the_name_of_the_call() -> None:
     async def hang(call: str, point: str) -> None:
         if (call, point) == ("save_checkpoint", "midway"):
             await anyio.sleep_forever()
 
-    run = MemoryRun(tmp_path / "c", settings(), range(500), hooks=hang)
+    run = MemoryRun(settings(), range(500), hooks=hang)
     with pytest.raises(CallTimeout, match=r"data_plane\.save_checkpoint did not return within 600"):
         await run.run()
-    assert [p.name for p in tmp_path.glob("c/step_*")] == []
+    assert run.bundles() == []
 
 
-async def test_an_engine_that_does_not_confirm_ends_the_run(tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(), range(500))
+async def test_an_engine_that_does_not_confirm_ends_the_run() -> None:
+    run = MemoryRun(settings(), range(500))
     transfer = run.engines.transfer
 
     async def one_lags(version: int) -> dict[str, int]:
@@ -275,7 +261,7 @@ async def test_an_engine_that_does_not_confirm_ends_the_run(tmp_path: Path) -> N
     assert not run.engines.paused
 
 
-async def test_a_stall_names_what_it_waits_for(tmp_path: Path) -> None:
+async def test_a_stall_names_what_it_waits_for() -> None:
     async def never(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal == 6:
             await anyio.sleep_forever()
@@ -286,13 +272,13 @@ async def test_a_stall_names_what_it_waits_for(tmp_path: Path) -> None:
             "deadlines": {"rollout_s": 1e6},
         }
     )
-    run = MemoryRun(tmp_path / "c", config, range(500), script=never)
+    run = MemoryRun(config, range(500), script=never)
     with pytest.raises(StallError, match=r"no progress for 50 s: step 1.*in flight 1, committed 3"):
         await run.run()
 
 
-async def test_settings_that_can_t_go_on_from_a_bundle_are_refused(tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(), range(500))
+async def test_settings_that_can_t_go_on_from_a_bundle_are_refused() -> None:
+    run = MemoryRun(settings(), range(500))
     await run.run()
     run.config = settings(grpo={"num_generations_per_prompt": 5})
     with pytest.raises(ConfigChanged, match=r"3 siblings and .* is 5"):
@@ -302,17 +288,15 @@ async def test_settings_that_can_t_go_on_from_a_bundle_are_refused(tmp_path: Pat
         await run.run()
 
 
-async def test_a_store_that_was_touched_can_t_be_restored_into(tmp_path: Path) -> None:
-    run = MemoryRun(tmp_path / "c", settings(), range(500))
+async def test_a_store_that_was_touched_can_t_be_restored_into() -> None:
+    run = MemoryRun(settings(), range(500))
     run.store.row("leftover")
     with pytest.raises(RestoreOrderError, match="touched before the restore"):
         await run.run()
 
 
-async def test_without_the_replay_buffer_the_same_prompts_are_generated_again(
-    tmp_path: Path,
-) -> None:
-    run = MemoryRun(tmp_path / "c", settings("in_order-2"), range(500), latency=uneven)
+async def test_without_the_replay_buffer_the_same_prompts_are_generated_again() -> None:
+    run = MemoryRun(settings("in_order-2"), range(500), latency=uneven)
     assert await run.run(crash_when=at("trained", 30)) is None
     run.config = settings("in_order-2", checkpointing={"load_replay_buffer": False})
     result = await run.run()

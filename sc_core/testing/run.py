@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sc_core.events import Event
 from sc_core.ports import DataPlane, GroupFilter, Sampler
 from sc_core.restore import ReadyStore, restore
 from sc_core.testing.data_plane import Hooks, MemoryBootstrap, MemoryDataPlane, MemoryStore
+from sc_core.testing.disk import MemoryDisk
 from sc_core.testing.events import MemoryEventLog
 from sc_core.testing.ports import (
     Latency,
@@ -27,22 +27,24 @@ from sc_core.testing.ports import (
     MemoryTrainer,
     Script,
 )
+from sc_core.verify import candidates, verify
 
 
 class MemoryRun:
     """One run of a controller: a directory of bundles, an event log, and process lives.
 
     Every call of `run` is one incarnation with a fresh store, trainer and engines, as a new
-    process would have. `crash_when` is asked at every event; once it says yes, the incarnation
-    is cut off, and what the next one finds is the log and the bundles of that very instant.
+    process would have. `crash_when` is asked at every event; once it says yes, the power goes:
+    the next incarnation finds what the disk of that very instant may have kept, and the log up
+    to then, or (for odd seeds) up to its last sync.
     """
 
     def __init__(
         self,
-        directory: Path,
         config: ControllerConfig,
         prompts: Sequence[Any],
         *,
+        directory: Path = Path("/checkpoints"),
         epochs: int = 1,
         latency: Latency = lambda prompt, sibling: 0.0,
         script: Script | None = None,
@@ -60,6 +62,7 @@ class MemoryRun:
         self.group_filter = group_filter
         self.sampler = sampler
         self.log = MemoryEventLog()
+        self.disk = MemoryDisk()
         self.lives = 0
         self._lived = False
         self.start_life()
@@ -68,7 +71,7 @@ class MemoryRun:
         """Build what a new process would build; `run` does so for every life but the first."""
         self.lives += 1
         self.store = MemoryStore()
-        self.trainer = MemoryTrainer(MemoryDataPlane(self.store))
+        self.trainer = MemoryTrainer(MemoryDataPlane(self.store), disk=self.disk)
         self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
         self.source = ListPrompts(self.prompts, epochs=self.epochs)
         self.metrics = MemoryMetrics()
@@ -78,7 +81,7 @@ class MemoryRun:
         """Restore into the fresh store and build the controller of this life."""
         ready = await restore(
             bundles,
-            MemoryBootstrap(self.store),
+            MemoryBootstrap(self.store, disk=self.disk),
             self.config,
             runner=inline,
             source_fingerprint=self.source.fingerprint(),
@@ -86,7 +89,7 @@ class MemoryRun:
 
         async def connect(token: ReadyStore) -> DataPlane:
             token.use()
-            return MemoryDataPlane(self.store, self.hooks)
+            return MemoryDataPlane(self.store, self.hooks, disk=self.disk)
 
         ports = Ports(
             connect=connect,
@@ -103,39 +106,46 @@ class MemoryRun:
         )
         return SingleController(self.config, ready, ports, runner=inline)
 
-    async def run(self, *, crash_when: Callable[[Event], bool] | None = None) -> RunResult | None:
+    async def run(
+        self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
+    ) -> RunResult | None:
         """Live once: resume if there is a bundle, run to the end. None: it crashed."""
         if self._lived:
             self.log = self.log.after_crash()
             self.start_life()
         self._lived = True
-        bundles = BundleStore(self.directory)
+        self._left: tuple[MemoryDisk, MemoryEventLog] | None = None
+        bundles = BundleStore(self.directory, disk=self.disk)
         bundles.open()
-        grave = self.directory.with_name(f"{self.directory.name}.crashed{self.lives}")
         try:
             with anyio.CancelScope() as life:
                 if crash_when is not None:
-                    self._arm(crash_when, life, grave)
+                    self._arm(crash_when, seed, life)
                 self.controller = await self.open(bundles)
                 return await self.controller.run()
         finally:
             bundles.close()
-        shutil.rmtree(self.directory)
-        grave.rename(self.directory)
-        self.log = self._last_words
+            if self._left is not None:
+                self.disk, self.log = self._left
         return None
 
-    def _arm(
-        self, crash_when: Callable[[Event], bool], life: anyio.CancelScope, grave: Path
-    ) -> None:
+    def _arm(self, crash_when: Callable[[Event], bool], seed: int, life: anyio.CancelScope) -> None:
         append_many = self.log.append_many
 
         def append_and_look(kind: Any, each: Any) -> int:
             seq = append_many(kind, each)
-            if not grave.exists() and any(map(crash_when, self.log.events[-len(each) :])):
-                self._last_words = self.log.after_crash(self.log.incarnation)
-                shutil.copytree(self.directory, grave)
+            if self._left is None and any(map(crash_when, self.log.events[-len(each) :])):
+                log = self.log.after_crash(self.log.incarnation, lose_unsynced=seed % 2 == 1)
+                self._left = self.disk.after_crash(seed), log
                 life.cancel()
             return seq
 
         self.log.append_many = append_and_look  # type: ignore[method-assign]
+
+    def bundles(self) -> list[int]:
+        """Steps that have a published bundle, ascending."""
+        if not self._lived:
+            return []
+        return [verify(path, self.disk).step for path in candidates(self.directory, self.disk)][
+            ::-1
+        ]
