@@ -1,0 +1,177 @@
+"""The controller's way to the generation workers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio.lowlevel
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+from sc_core.errors import ConfigError, DataFailure, RolloutError, ScError, WorkerDied
+from sc_core.records import GroupId, Prompt, Sample
+from sc_ray.bridge import await_future
+from sc_ray.generation import rollout_row
+from sc_ray.generation.worker import Example, Rollouts
+from sc_ray.workers import answer, died
+
+Choice = Literal["least_loaded", "by_ordinal"]
+
+
+class RayEngine:
+    """One generation worker, by its name. Errors are those that the worker raised.
+
+    Raises:
+        WorkerDied: from every coroutine, once the worker's process is gone.
+    """
+
+    def __init__(self, actor: Any, *, name: str) -> None:
+        self.name = name
+        self._actor = actor
+
+    def send(
+        self, prompt: Prompt, siblings: Sequence[int], weight_version: int
+    ) -> ray.ObjectRef[Rollouts]:
+        """Ask for siblings; never waits."""
+        return self._actor.rollouts.remote(prompt, siblings, weight_version)
+
+    async def pause(self) -> None:
+        await answer(self.name, self._actor.pause.remote())
+
+    async def resume(self) -> None:
+        await answer(self.name, self._actor.resume.remote())
+
+    async def load_weights(self, path: Path, version: int) -> int:
+        loaded: int = await answer(self.name, self._actor.load_weights.remote(path, version))
+        return loaded
+
+    async def examples(self, count: int) -> list[Example]:
+        found: list[Example] = await answer(self.name, self._actor.examples.remote(count))
+        return found
+
+    async def ping(self) -> None:
+        """Wait until the worker is up."""
+        await answer(self.name, self._actor.ping.remote())
+
+
+class RayRollouts:
+    """A `RolloutWorker` over generation workers; works on asyncio, uvloop and trio.
+
+    Siblings of a group that are asked for in the same tick of the event loop make one call to
+    one worker. Once the last of them has been cancelled, so is the call.
+
+    Args:
+        choice: `least_loaded` gives a group to the worker with the fewest siblings under way;
+            `by_ordinal` gives a prompt always to the same one, as long as all live.
+
+    Raises:
+        ConfigError: no engines, or two of one name.
+    """
+
+    def __init__(self, engines: Sequence[RayEngine], *, choice: Choice = "least_loaded") -> None:
+        self._engines = {engine.name: engine for engine in engines}
+        if not engines or len(self._engines) < len(engines):
+            names = [engine.name for engine in engines]
+            raise ConfigError(f"rollouts need engines of different names, and got {names}")
+        self._choice = choice
+        self._under_way = dict.fromkeys(self._engines, 0)  #: siblings, by engine
+        self._deaths: dict[str, WorkerDied] = {}
+        self._gathering: dict[tuple[GroupId, int], _Call] = {}
+
+    async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
+        """One sibling, with the columns of `rollout_row`.
+
+        Raises:
+            DataFailure: the prompt is at fault, or the reward function fails on it.
+            RolloutError: a worker failed or died; another attempt goes to one that lives.
+            WorkerDied: none is left.
+        """
+        key = (prompt.group_id, weight_version)
+        call = self._gathering.get(key)
+        first = call is None
+        if call is None:
+            call = self._gathering[key] = _Call(self._choose(prompt.ordinal))
+        place = call.join(sibling)
+        self._under_way[call.engine.name] += 1
+        try:
+            if first:
+                try:  # siblings that start in this tick join
+                    await anyio.lowlevel.cancel_shielded_checkpoint()
+                finally:
+                    del self._gathering[key]
+                    call.send(prompt, weight_version)
+            return await self._sample(call, place)
+        finally:
+            self._under_way[call.engine.name] -= 1
+            call.leave()
+
+    def _choose(self, ordinal: int) -> RayEngine:
+        alive = [engine for name, engine in self._engines.items() if name not in self._deaths]
+        if not alive:
+            raise WorkerDied("every generation worker", "; ".join(map(str, self._deaths.values())))
+        if self._choice == "by_ordinal":
+            return alive[ordinal % len(alive)]
+        return min(alive, key=lambda engine: self._under_way[engine.name])
+
+    async def _sample(self, call: _Call, place: int) -> Sample:
+        name = call.engine.name
+        try:
+            rollouts = await await_future(call.answer)
+        except RayActorError as report:
+            death = died(name, report)
+            if isinstance(report, ActorDiedError):  # not one that is only out of reach
+                self._deaths[name] = death
+            raise RolloutError(str(death)) from report
+        except RayTaskError as report:
+            cause = report.cause
+            kind = DataFailure if isinstance(cause, DataFailure) else RolloutError
+            what = "" if isinstance(cause, ScError) else f"{type(cause).__name__}: "
+            raise kind(f"{name}: {what}{cause}") from report  # its own for each sibling
+        completion, reward = rollouts.completions[place], rollouts.rewards[place]
+        return Sample(
+            fields=rollout_row(rollouts.prompt_ids, completion, reward=reward),
+            reward=reward,
+            tokens=len(completion.token_ids),
+            end_weight_version=completion.weight_version,
+        )
+
+
+class _Call:
+    """Siblings that go to one engine together."""
+
+    def __init__(self, engine: RayEngine) -> None:
+        self.engine = engine
+        self.answer: concurrent.futures.Future[Rollouts] = concurrent.futures.Future()
+        self._siblings: list[int] = []
+        self._listeners = 0
+        self._ref: ray.ObjectRef[Rollouts] | None = None
+
+    def join(self, sibling: int) -> int:
+        """Add a sibling; returns its place in the answer."""
+        self._siblings.append(sibling)
+        self._listeners += 1
+        return len(self._siblings) - 1
+
+    def leave(self) -> None:
+        self._listeners -= 1
+        if not self._listeners and self._ref is not None and not self.answer.done():
+            ray.cancel(self._ref)
+
+    def send(self, prompt: Prompt, weight_version: int) -> None:
+        try:
+            self._ref = self.engine.send(prompt, self._siblings, weight_version)
+        except Exception as exc:  # carried to every sibling
+            self.answer.set_exception(exc)
+        else:
+            self._ref.future().add_done_callback(self._answered)
+
+    def _answered(self, reply: concurrent.futures.Future[Rollouts]) -> None:
+        """Called in a thread of Ray's."""
+        error = reply.exception()
+        if error is None:
+            self.answer.set_result(reply.result())
+        else:
+            self.answer.set_exception(error)

@@ -1,0 +1,36 @@
+"""What a call to a worker process raises when the process itself is gone."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+
+from sc_core.errors import WorkerDied
+from sc_ray.bridge import await_ref
+
+R = TypeVar("R")
+
+
+async def answer(worker: str, ref: ray.ObjectRef[R]) -> R:
+    """The value of a call to the worker of that name; cancels and errors as in `await_ref`.
+
+    Raises:
+        WorkerDied: its process is gone, or never came up.
+    """
+    try:
+        return await await_ref(ref)
+    except RayActorError as exc:
+        raise died(worker, exc) from exc
+
+
+def died(worker: str, report: RayActorError) -> WorkerDied:
+    """Ray's report of a death in one line: what follows the last indented line of it."""
+    reason: list[str] = []
+    for line in reversed(str(report).rstrip().splitlines()):
+        if line[:1].isspace():
+            break
+        reason.insert(0, line)
+    start = "it could not start: " if report.actor_init_failed else ""
+    return WorkerDied(worker, start + " ".join(reason))
