@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 
 from sc_core.audit import AuditReport, audit
 from sc_core.events import Event
-from sc_core.records import Cut, Group, LedgerRecord, State, group_id
+from sc_core.records import Cut, Group, LedgerRecord, State
 from sc_core.testing.events import MemoryEventLog
 
 
