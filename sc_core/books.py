@@ -107,8 +107,9 @@ class _Outcomes:
         return _UNSEEN if page is None else page[ordinal % self._PAGE]
 
     def __setitem__(self, ordinal: int, outcome: int) -> None:
-        page = self._pages.setdefault(ordinal // self._PAGE, bytearray())
-        page.extend(bytes(max(0, ordinal % self._PAGE + 1 - len(page))))
+        page = self._pages.get(ordinal // self._PAGE)
+        if page is None:
+            page = self._pages[ordinal // self._PAGE] = bytearray(self._PAGE)
         page[ordinal % self._PAGE] = outcome
         self.end = max(self.end, ordinal + 1)
 

@@ -559,6 +559,14 @@ def test_one_missing_event_of_a_prompt_is_told_once() -> None:
     ]
 
 
+def test_a_prompt_beyond_all_that_were_admitted_is_found() -> None:
+    report = Story().admit(0).dispatch(9).report()
+    assert [str(violation) for violation in report.violations] == [
+        "seq 3: ordinal 9: dispatched after it was never admitted",
+        "seq 3: ordinal 1: 1 to 8 were never admitted; 9 was",
+    ]
+
+
 def test_a_log_full_of_errors_is_counted_but_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(books, "MAX_VIOLATIONS", 5)
     log = MemoryEventLog("a")
