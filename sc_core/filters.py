@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -10,7 +11,7 @@ class ZeroVarianceFilter:
 
     Rewards count as equal when the greatest and the smallest differ by at most `tolerance`, in
     units of reward. The default, 0, asks for equal floats; set it where rewards are computed
-    with rounding. A group with a reward that is no number is kept: nothing is known about it.
+    with rounding. A group with a reward that is not finite is kept, for others to complain about.
     """
 
     def __init__(self, tolerance: float = 0.0) -> None:
@@ -20,4 +21,6 @@ class ZeroVarianceFilter:
 
     def keep(self, rewards: Sequence[float]) -> bool:
         """Whether `rewards`, one per sibling, differ."""
-        return not max(rewards) - min(rewards) <= self._tolerance
+        if not all(map(math.isfinite, rewards)):
+            return True
+        return max(rewards) - min(rewards) > self._tolerance
