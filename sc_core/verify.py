@@ -312,7 +312,10 @@ class _Verification:
             self._agree(name, asdict(info)[name], INFO, value, CUT)
         for name, value in asdict(saved_position(cut)).items():
             self._agree(name, asdict(position)[name], POSITION, value, CUT)
-        check_cut(cut)
+        try:
+            check_cut(cut)
+        except BundleInconsistent as exc:
+            raise BundleInconsistent(f"{self._path.name}: {exc}") from exc
 
     def _agree(self, what: str, a: object, a_file: str, b: object, b_file: str) -> None:
         if msgspec.msgpack.encode(a) != msgspec.msgpack.encode(b):  # nan equals nan here
@@ -333,5 +336,5 @@ def _decode_config(raw: bytes) -> dict[str, Any]:
     return msgspec.json.decode(raw, type=dict[str, Any])
 
 
-def _log_refused(bundle: str, reason: RestoreError) -> None:
-    logger.warning("%s refused: %s", bundle, reason)
+def _log_refused(_bundle: str, reason: RestoreError) -> None:
+    logger.warning("bundle refused: %s", reason)

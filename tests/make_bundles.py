@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 
 from sc_core.bundle import BundleStore, Staged
 from sc_core.cut import cut_digest
+from sc_core.disk import LOCAL
 from sc_core.manifest import MANIFEST, FileSeal, open_manifest, seal_manifest
 from sc_core.records import Cut, Group, LedgerRecord, group_id, sample_ids
 
@@ -95,11 +95,11 @@ def save(
 def reseal(bundle: Path, key: bytes | None = None, **changes: Any) -> None:
     """Make the manifest of an altered bundle agree with its files again, as an attacker could."""
     old = open_manifest((bundle / MANIFEST).read_bytes(), None, bundle.name)
-    files = {}
-    for file in bundle.rglob("*"):
-        if file.is_file() and file.name != MANIFEST:
-            raw = file.read_bytes()
-            name = file.relative_to(bundle).as_posix()
-            files[name] = FileSeal(len(raw), hashlib.sha256(raw).hexdigest())
-    manifest = msgspec.structs.replace(old, **{"files": files, **changes})
+    if "files" not in changes:
+        changes["files"] = {
+            file.relative_to(bundle).as_posix(): FileSeal(*LOCAL.sha256(file))
+            for file in bundle.rglob("*")
+            if file.is_file() and file.name != MANIFEST
+        }
+    manifest = msgspec.structs.replace(old, **changes)
     (bundle / MANIFEST).write_bytes(seal_manifest(manifest, key))
