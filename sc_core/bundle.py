@@ -5,59 +5,24 @@ All functions are synchronous; callers on an event loop run them through a runne
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from sc_core.cut import cut_digest, encode_cut
 from sc_core.disk import LOCAL, Disk, DiskLock
-from sc_core.errors import SaveError, ScError
-from sc_core.manifest import (
-    ASIDE,
-    AT_MOST_BYTES,
-    CONFIG,
-    CUT,
-    DATA_PLANE,
-    INFO,
-    MANIFEST,
-    MAX_FILES,
-    MAX_NESTING,
-    MAX_PATH_DEPTH,
-    POLICY,
-    POSITION,
-    STAGED,
-    TRASH,
-    FileSeal,
-    Manifest,
-    bundle_name,
-    cut_nests_too_deeply,
-    nests_too_deeply,
-    parse_name,
-    saved_position,
-    seal_manifest,
-    training_info,
-)
+from sc_core.errors import SaveError
+from sc_core.manifest import ASIDE, POLICY, STAGED, TRASH, bundle_name, parse_name
 from sc_core.records import Cut
+from sc_core.staging import Staged as Staged
+from sc_core.staging import saving
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".writer.lock"
 _PROBE = ".probe"
-_HINTS = {
-    errno.ENOSPC: "free some space on that file system",
-    errno.EDQUOT: "the quota is used up: free some space",
-    errno.EACCES: "let this user write there",
-    errno.EPERM: "let this user write there",
-    errno.EROFS: "the file system is read-only: choose another directory",
-    errno.ENOTDIR: "a file is in the way: move it away",
-    errno.ELOOP: "a symbolic link is in the way: move it away",
-}
 
 
 class BundleStore:
@@ -94,7 +59,7 @@ class BundleStore:
         """
         if self._lock is not None:
             return
-        with _saving("opening", self.directory):
+        with saving("opening", self.directory):
             self._make_directories(self.directory)
             if not self.disk.is_private(self.directory):
                 raise SaveError(
@@ -121,7 +86,7 @@ class BundleStore:
             SaveError: not enough space, with what is needed and what is free; or not writable.
         """
         self._check_lock()
-        with _saving("writing to", self.directory):
+        with saving("writing to", self.directory):
             probe = self.directory / _PROBE
             self.disk.remove_tree(probe)
             self.disk.make_dir(probe)
@@ -142,7 +107,7 @@ class BundleStore:
         """
         self._check_lock()
         path = self.directory / f"{STAGED}{step}"
-        with _saving("staging", path):
+        with saving("staging", path):
             self._target(step)
             self.disk.remove_tree(path)
             self.disk.make_dir(path)
@@ -168,7 +133,7 @@ class BundleStore:
         staged.seal()
         self._check_lock()
         final = self.directory / bundle_name(staged.step)
-        with _saving("publishing", final):
+        with saving("publishing", final):
             self._put_in_place(staged, final)
         self.published = staged.step
         try:
@@ -186,7 +151,7 @@ class BundleStore:
         """
         self._check_lock()
         path = self.directory / bundle_name(step)
-        with _saving("deleting", path):
+        with saving("deleting", path):
             self._remove_aside(step)  # else the next start would take it for the bundle
             self._remove(path, step)
 
@@ -231,7 +196,7 @@ class BundleStore:
         return kind is not None
 
     def _tidy(self) -> None:
-        with _saving("recovering", self.directory):
+        with saving("recovering", self.directory):
             names = self.disk.entries(self.directory)
             for name, kind in names.items():
                 prefix, step = parse_name(name) or ("", 0)
@@ -271,142 +236,9 @@ class BundleStore:
     def _check_lock(self) -> None:
         if self._lock is None:
             raise SaveError(f"{self.directory} is not open for writing: call open() first")
-        with _saving("checking the lock of", self.directory):
+        with saving("checking the lock of", self.directory):
             if not self._lock.is_held():
                 raise SaveError(
                     f"the lock file of {self.directory} was replaced, so another process may"
                     " write here too; end one of the two runs"
                 )
-
-
-class Staged:
-    """A `tmp_step_N` being filled. Nothing ever reads it under that name."""
-
-    def __init__(
-        self, path: Path, step: int, *, disk: Disk, key: bytes | None, now: Callable[[], float]
-    ) -> None:
-        self.path = path
-        self.step = step
-        self.policy_dir = path / POLICY  #: exists; for the trainer
-        self.data_plane_dir = path / DATA_PLANE  #: does not: the data plane makes it
-        self._disk = disk
-        self._key = key
-        self._now = now
-        self._manifest: Manifest | None = None
-        self._spent = False
-
-    def spend(self) -> None:
-        """Nothing may be written here any more: the path may now be that of another bundle."""
-        self._spent = True
-
-    def write_cut(
-        self,
-        *,
-        cut: Cut,
-        digest: str,
-        config: Mapping[str, Any],
-        metrics: Mapping[str, float],
-    ) -> None:
-        """Write the four files that tell of the cut. Repeating it is fine.
-
-        Raises:
-            SaveError: the cut is of another step or does not have that digest, or it could be
-                written but not read again: too large or too deeply nested.
-        """
-        if self._spent:
-            raise SaveError(f"{self.path} was published already: stage the step again")
-        if cut.step != self.step:
-            raise SaveError(f"{self.path} was staged for step {self.step}, not {cut.step}")
-        actual = cut_digest(cut)
-        if actual != digest:
-            raise SaveError(f"the cut of step {cut.step} has digest {actual}, not {digest}")
-        if cut_nests_too_deeply(cut) or nests_too_deeply(config):
-            raise SaveError(
-                "a payload, the position, the sampler's state or the settings have more than"
-                f" {MAX_NESTING} containers inside one another; flatten it"
-            )
-        self._manifest = None
-        with _saving("writing", self.path):
-            self._write(CUT, encode_cut(cut))
-            self._write(POSITION, msgspec.msgpack.encode(saved_position(cut)))
-            info = training_info(cut, created=self._now(), metrics=metrics)
-            self._write(INFO, _json(info))
-            self._write(CONFIG, _json(config))
-        self._manifest = Manifest(
-            step=cut.step, weight_version=cut.weight_version, cut_digest=digest, files={}
-        )
-
-    def seal(self) -> None:
-        """Hash every file into `MANIFEST.json`, written last, and make all of it durable.
-
-        Takes the right to write from other users on the way. Repeating it is fine.
-
-        Raises:
-            SaveError: something is no regular file, or belongs to another user, or
-                `write_cut` has not been called.
-        """
-        if self._manifest is None or self._spent:
-            raise SaveError(f"{self.path} has no cut yet: call write_cut() first")
-        files: dict[str, FileSeal] = {}
-        with _saving("sealing", self.path):
-            if self._disk.entries(self.path).get(DATA_PLANE) != "dir":
-                raise SaveError(f"{self.data_plane_dir} is missing: the data plane saved nothing")
-            self._seal_directory(self.path, "", files)
-            manifest = msgspec.structs.replace(self._manifest, files=files)
-            self._write(MANIFEST, seal_manifest(manifest, self._key))
-            self._disk.sync(self.path / MANIFEST)
-            self._disk.sync_dir(self.path)
-
-    def _seal_directory(self, path: Path, inside: str, files: dict[str, FileSeal]) -> None:
-        if inside.count("/") >= MAX_PATH_DEPTH:
-            raise SaveError(f"{path} is more than {MAX_PATH_DEPTH} directories deep")
-        self._make_private(path)
-        for name, kind in self._disk.entries(path).items():
-            one, relative = path / name, f"{inside}{name}"
-            if relative == MANIFEST:
-                continue  # of an earlier attempt
-            if kind == "dir":
-                self._seal_directory(one, f"{relative}/", files)
-            elif kind == "file" and name.isprintable():
-                self._make_private(one)
-                self._disk.sync(one)
-                files[relative] = FileSeal(*self._disk.sha256(one))
-            else:
-                raise SaveError(
-                    f"{one!s:.200} is a {kind} and can't be in a bundle, which holds regular"
-                    " files with printable names"
-                )
-        if len(files) > MAX_FILES:
-            raise SaveError(f"{self.path} has more than {MAX_FILES} files")
-        self._disk.sync_dir(path)
-
-    def _make_private(self, path: Path) -> None:
-        self._disk.make_private(path)
-        if not self._disk.is_private(path):
-            raise SaveError(f"{path} belongs to another user, who could change it; chown it")
-
-    def _write(self, name: str, data: bytes) -> None:
-        if len(data) > AT_MOST_BYTES[name]:
-            raise SaveError(
-                f"{name} would have {len(data):,} bytes and at most {AT_MOST_BYTES[name]:,} are"
-                " read back; keep prompts as keys instead of payloads, or buffer fewer"
-            )
-        self._disk.write(self.path / name, data)
-
-
-def _json(value: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-
-
-@contextmanager
-def _saving(what: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        hint = _HINTS.get(exc.errno or 0, "look at that disk, then save again")
-        at = exc.filename or path
-        raise SaveError(f"{what} {path} failed at {at}: {exc.strerror or exc}; {hint}") from exc
-    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
-        if isinstance(exc, ScError):
-            raise
-        raise SaveError(f"{what} {path} failed: not plain data: {exc}") from exc

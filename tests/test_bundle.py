@@ -283,8 +283,8 @@ def test_what_could_not_be_read_back_is_not_published(monkeypatch: pytest.Monkey
         publish(make_cut(payload=[deep]))
     with pytest.raises(SaveError, match="flatten it"):
         publish(make_cut(), config={"deep": [deep]})
-    with pytest.raises(SaveError, match="not plain data"):
-        publish(make_cut(), config={"path": object()})
+    with pytest.raises(SaveError, match="can't be encoded"):
+        publish(make_cut(payload=object()), digest="unknown")
     with pytest.raises(SaveError, match="staged for step 4, not 5"):
         publish(make_cut(5))
     with pytest.raises(SaveError, match="has digest"):
@@ -305,9 +305,9 @@ def test_only_private_regular_files_are_sealed(tmp_path: Path) -> None:
         spoil(staged.path)
         store.publish(staged, cut=cut, digest=cut_digest(cut), config={}, metrics={})
 
-    with pytest.raises(SaveError, match=r"policy/link is a link"):
+    with pytest.raises(SaveError, match=r"policy/link is a symbolic link"):
         publish(lambda path: (path / "policy" / "link").symlink_to("/etc/passwd"))
-    with pytest.raises(SaveError, match=r"policy/pipe is a other"):
+    with pytest.raises(SaveError, match=r"policy/pipe is no regular file"):
         publish(lambda path: os.mkfifo(path / "policy" / "pipe"))
     with pytest.raises(SaveError, match="printable"):
         publish(lambda path: (path / "policy" / "a\nb").touch())
@@ -321,6 +321,15 @@ def test_only_private_regular_files_are_sealed(tmp_path: Path) -> None:
     assert newest_valid(tmp_path) is None
     publish(lambda path: (path / "policy" / "weights.bin").chmod(0o666))
     assert not (tmp_path / "step_4" / "policy" / "weights.bin").stat().st_mode & 0o022
+
+
+def test_settings_of_any_type_are_shown_and_cost_no_checkpoint() -> None:
+    disk = MemoryDisk()
+    store = open_store(disk)
+    cut = make_cut()
+    config = {"out": Path("runs/demo"), "lr": 1e-5}
+    store.publish(fill(store, 4), cut=cut, digest=cut_digest(cut), config=config, metrics={})
+    assert verify(RUN / "step_4", disk).config == {"out": "runs/demo", "lr": 1e-5}
 
 
 def test_a_failed_write_names_the_file_and_the_way_out() -> None:

@@ -17,7 +17,7 @@ LAYERS = [
     {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
     {"counts", "books"},
     {"cut"},
-    {"index"},
+    {"index", "staging"},
     {"conservation"},
     {"ledger"},
     {"samplers"},

@@ -341,7 +341,7 @@ def test_H17_killed_before_the_rename_the_next_save_of_that_step_works() -> None
         assert verify(RUN / "step_4", found).step == 4
 
 
-# H18: code in a checkpoint file --------------------------------------------------------------------
+# H18: code in a checkpoint file -----------------------------------------------------------------
 
 
 class Hostile:
