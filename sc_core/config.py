@@ -47,7 +47,9 @@ class RolloutFailureConfig(_Settings, frozen=True):
 
 
 class StallWatchdogConfig(_Settings, frozen=True):
-    stall_timeout_s: float = 1800.0  #: without a trained step, a sync, a save or an evaluation
+    stall_timeout_s: float = 3600.0
+    """Without a trained step, a sync or a save. Longer than any deadline below, so that a call
+    that hangs is reported by its own name."""
 
 
 class DeadlinesConfig(_Settings, frozen=True):

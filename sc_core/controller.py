@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -137,10 +138,16 @@ class SingleController:
             raise RestoreOrderError("this controller has run; build another one")
         try:
             return await self._run()
-        except BaseExceptionGroup as group:
-            cause = root_cause(group)
-            logger.error("the run failed: %s: %s", type(cause).__name__, cause)
-            raise cause from group
+        except BaseException as error:
+            cause = root_cause(error)
+            if isinstance(cause, Exception):
+                reason = f"{type(cause).__name__}: {cause}"
+                logger.error("the run failed: %s", reason)
+                with suppress(OSError):  # the log's own failure may be the cause
+                    self._ports.events.append("stopped", reason=f"failed: {reason}")
+            if cause is error:
+                raise
+            raise cause from error
 
     def stop(self, reason: str = "stopped") -> None:
         """Ask the run to end: an unfinished step is abandoned, a last bundle is saved."""

@@ -6,6 +6,7 @@ before anything else is, written into the cut, and cleared by a restore.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from sc_core.config import DeadlinesConfig
 from sc_core.errors import BarrierMisuse, CallTimeout, DataPlaneError, RowsNotCleared
 from sc_core.ports import Columns, DataPlane
 from sc_core.records import SampleId
+
+logger = logging.getLogger(__name__)
 
 
 class Rows:
@@ -67,13 +70,21 @@ class Rows:
     async def clear(self, sample_ids: Iterable[SampleId]) -> None:
         """Remove rows that the index has already forgotten, and all suspects with them.
 
+        If the data plane refuses, they stay suspect, and the next clear tries them again.
+
         Raises:
-            RowsNotCleared: twice in a row; they stay suspect.
+            CallTimeout: whether they are gone is unknown; the run should end.
         """
         self._require_section("clear")
         self.suspects.update(sample_ids)
-        if self.suspects:
+        if not self.suspects:
+            return
+        try:
             await self._clear_suspects()
+        except RowsNotCleared as exc:
+            if isinstance(exc.__cause__, CallTimeout):
+                raise exc.__cause__ from None
+            logger.warning("%s; they will be cleared with the next ones", exc)
 
     async def get(
         self, sample_ids: Sequence[SampleId], select_fields: Sequence[str]

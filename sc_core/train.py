@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from sc_core.window import CheckpointWindow
 
 EndReason = Literal["max_steps", "exhausted", "stopped"]
 R = TypeVar("R")
+logger = logging.getLogger(__name__)
 
 
 class TrainPump:
@@ -87,7 +89,7 @@ class TrainPump:
         state, ledger = self._state, self._state.ledger
         step = ledger.step + 1
         groups: list[Group] = []
-        opened = False
+        opened = finishing = False
         self._evicted = 0
         try:
             while len(groups) < self._groups_per_step:
@@ -108,12 +110,13 @@ class TrainPump:
             if state.stop_reason and len(groups) < self._groups_per_step:
                 await self._abandon(step, groups, opened)
                 return "stopped"
+            finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
                     "finish_step", self._trainer.finish_step, then=lambda _: state.trained(groups)
                 )
         except BaseException:
-            if ledger.step < step:
+            if not finishing:
                 with anyio.CancelScope(shield=True):
                     await self._abandon(step, groups, opened)
             raise
@@ -150,7 +153,10 @@ class TrainPump:
             state.stop_reason is not None
             or state.nothing_more
             or state.save_requested
-            or state.sampler.select(state.ledger, at_least, at_most)
+            or (
+                state.ledger.index.ready_count >= at_least  # O(1), and false most of the time
+                and state.sampler.select(state.ledger, at_least, at_most)
+            )
             or state.sampler.evict(state.ledger)
         )
 
@@ -186,10 +192,13 @@ class TrainPump:
             await self._call("train_microbatches", lambda: self._trainer.train_microbatches(batch))
 
     async def _abandon(self, step: int, groups: Sequence[Group], opened: bool) -> None:
-        if opened:
-            await self._call("abandon_step", self._trainer.abandon_step)
         if groups:
             self._state.abandoned(groups, step)
+        if opened:
+            try:
+                await self._call("abandon_step", self._trainer.abandon_step)
+            except Exception as exc:  # what led here says more, if it was an error
+                logger.error("step %d could not be abandoned: %s", step, exc)
 
     async def _clear(self, groups: Sequence[Group]) -> None:
         async with self._barrier.mutation("clear trained rows"):

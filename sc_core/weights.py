@@ -6,6 +6,10 @@ version that no engine serves; it opens once every engine has confirmed that ver
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 import anyio
 
 from sc_core.calls import settle
@@ -13,6 +17,9 @@ from sc_core.config import AsyncRlConfig
 from sc_core.errors import WeightSyncError
 from sc_core.ports import WeightSync
 from sc_core.state import RunState
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
 
 class WeightUpdates:
@@ -36,13 +43,16 @@ class WeightUpdates:
         if self._drain:
             await state.wait_until(lambda s: s.requests == 0)
         try:
-            await settle("weight_sync.pause", self._deadline_s, self._sync.pause)
-            confirmed = await settle(
-                "weight_sync.transfer", self._deadline_s, lambda: self._sync.transfer(version)
-            )
-        finally:
+            await self._call("pause", self._sync.pause)
+            confirmed = await self._call("transfer", lambda: self._sync.transfer(version))
+        except BaseException:
             with anyio.CancelScope(shield=True):
-                await settle("weight_sync.resume", self._deadline_s, self._sync.resume)
+                try:
+                    await self._call("resume", self._sync.resume)
+                except Exception as exc:  # the error under way says more than this one
+                    logger.error("engines may still be paused: %s", exc)
+            raise
+        await self._call("resume", self._sync.resume)
         wrong = {engine: at for engine, at in confirmed.items() if at != version}
         if wrong or not confirmed:
             raise WeightSyncError(
@@ -50,3 +60,6 @@ class WeightUpdates:
                 f" {wrong or 'no engine answered'}"
             )
         state.open_gate()
+
+    async def _call(self, name: str, work: Callable[[], Awaitable[R]]) -> R:
+        return await settle(f"weight_sync.{name}", self._deadline_s, work)

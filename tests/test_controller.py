@@ -16,6 +16,7 @@ from sc_core.errors import (
     ConfigChanged,
     PromptDropped,
     RestoreOrderError,
+    RowsNotCleared,
     StallError,
     WeightSyncError,
 )
@@ -72,6 +73,13 @@ def fates(run: MemoryRun) -> Counter[str]:
     return Counter(e.event for e in run.log.events if e.event in ("trained", "dropped"))
 
 
+def owned_rows(run: MemoryRun) -> set[str]:
+    """The rows that the ledger says exist."""
+    assert run.controller is not None
+    groups = [r.group_id for r in run.controller.ledger_records() if r.state == "committed"]
+    return {f"{group}_g{sibling}" for group in groups for sibling in range(3)}
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 async def test_a_run_trains_every_step_and_keeps_the_law(sampler: str) -> None:
     run = MemoryRun(settings(sampler), range(500), latency=uneven)
@@ -83,12 +91,7 @@ async def test_a_run_trains_every_step_and_keeps_the_law(sampler: str) -> None:
     assert run.controller is not None
     run.controller.audit()
     assert fates(run)["trained"] == 48
-    assert run.store.rows.keys() == {
-        f"{r.group_id}_g{i}"
-        for r in run.controller.ledger_records()
-        if r.state == "committed"
-        for i in range(3)
-    }
+    assert run.store.rows.keys() == owned_rows(run)
     assert run.bundles() == [3, 6, 9, 12]
 
 
@@ -305,3 +308,99 @@ async def test_without_the_replay_buffer_the_same_prompts_are_generated_again() 
     assert resumed.weight_version == 6
     assert {version for _, _, version in run.engines.rollouts} >= {6}
     assert fates(run)["trained"] >= 48
+
+
+async def test_a_failed_finish_step_is_neither_abandoned_nor_saved() -> None:
+    run = MemoryRun(settings(), range(500))
+    calls: list[str] = []
+
+    async def hang() -> dict[str, float]:
+        calls.append("finish_step")
+        await anyio.sleep_forever()
+        return {}
+
+    async def abandon() -> None:
+        calls.append("abandon_step")
+
+    run.trainer.finish_step, run.trainer.abandon_step = hang, abandon  # type: ignore[method-assign]
+    with pytest.raises(CallTimeout, match=r"trainer\.finish_step did not return within 1800 s"):
+        await run.run()
+    assert calls == ["finish_step"]
+    assert run.bundles() == []
+    assert (
+        run.log.events[-1].reason == "failed: CallTimeout: trainer.finish_step did not return"
+        " within 1800 s"
+    )
+
+
+@pytest.mark.parametrize("call", ["prepare", "train_microbatches"])
+async def test_an_error_in_an_open_step_gives_its_groups_back_whole(call: str) -> None:
+    run = MemoryRun(settings("windowed"), range(500))
+
+    async def broken(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    async def abandon() -> None:
+        raise ConnectionError("the worker is gone as well")
+
+    setattr(run.trainer, call, broken)
+    run.trainer.abandon_step = abandon  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="out of memory"):
+        await run.run()
+    assert run.controller is not None
+    assert run.controller.statistics().selected == 0
+    run.controller.audit()
+    assert audit(run.log.events).ok
+
+
+async def test_rows_that_can_t_be_cleared_stay_suspect_until_they_are() -> None:
+    refusals = 0
+
+    async def refuse(name: str, point: str) -> None:
+        nonlocal refusals
+        if (name, point) == ("clear_samples", "midway") and refusals < 5:
+            refusals += 1
+            raise ConnectionError("storage unit is restarting")
+
+    run = MemoryRun(settings(steps=4, checkpointing={"save_period": 2}), range(500), hooks=refuse)
+    result = await run.run()
+    assert result is not None and result.step == 4
+    assert refusals == 5 and run.store.rows.keys() == owned_rows(run)
+    assert fates(run)["trained"] == 16
+
+
+async def test_a_failed_put_leaves_no_rows_and_the_group_goes_out_again() -> None:
+    failed: list[str] = []
+
+    async def fail(name: str, point: str) -> None:
+        if (name, point) == ("put_samples", "midway") and len(failed) < 2:
+            failed.append(name)
+            raise ConnectionError("torn in the middle")
+
+    run = MemoryRun(settings(), range(500), hooks=fail)
+    result = await run.run()
+    assert result is not None and result.counters["infra_failures"] == 2
+    assert run.store.rows.keys() == owned_rows(run)
+    assert fates(run)["trained"] == 48
+
+
+async def test_rows_that_survive_their_failed_commit_end_the_run() -> None:
+    async def fail(name: str, point: str) -> None:
+        if name in ("put_samples", "clear_samples") and point == "midway":
+            raise ConnectionError("torn in the middle")
+
+    run = MemoryRun(settings(), range(500), hooks=fail)
+    with pytest.raises(RowsNotCleared, match=r"3 suspect rows could not be cleared \(0\.0_g0"):
+        await run.run()
+
+
+async def test_a_cancelled_run_leaves_nothing_behind() -> None:
+    for cancel_after_s in (0.0, 1.0, 5.5, 9.0, 14.0, 30.0):
+        run = MemoryRun(settings("windowed"), range(500), latency=uneven)
+        with anyio.move_on_after(cancel_after_s):
+            await run.run()
+        if run.controller is not None:
+            stats = run.controller.statistics()
+            assert (stats.barrier.mutations, stats.barrier.checkpointing) == (0, False)
+            assert (stats.selected, run.engines.paused) == (0, False)
+        assert audit(run.log.events).ok or not run.log.events
