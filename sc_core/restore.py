@@ -154,7 +154,15 @@ def _choose(
     if isinstance(resume, Path):
         if resume.name in refused:
             raise refused[resume.name]
-        return verify(resume, store.disk, key=store.key)
+        bundle = verify(resume, store.disk, key=store.key)
+        newer = [p for p in candidates(store.directory, store.disk) if p != bundle.path]
+        newer = [p for p in newer if p.parent != bundle.path.parent or _step(p) > bundle.step]
+        if newer:  # the next resume would go on from there, in a history that never was
+            raise ConfigChanged(
+                f"{store.directory} also holds {', '.join(p.name for p in newer)}:"
+                f" move them away to go back to {bundle.path}, or choose another run directory"
+            )
+        return bundle
 
     def on_refused(name: str, reason: RestoreError) -> None:
         logger.warning("not resuming from %s: %s", name, reason)
@@ -163,6 +171,10 @@ def _choose(
     return newest_valid(
         store.directory, store.disk, key=store.key, on_refused=on_refused, refused=dict(refused)
     )
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])
 
 
 async def _fill(
