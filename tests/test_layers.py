@@ -26,7 +26,7 @@ LAYERS = [
     {"finaliser"},
     {"window"},
     {"train", "restore"},
-    {"controller"},
+    {"controller", "outlook"},
 ]
 """A module imports only from the sets above its own, and never from its neighbours there."""
 
