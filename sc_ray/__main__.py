@@ -1,0 +1,249 @@
+"""`python -m sc_ray train|status|checkpoint|stop`: a run from the command line.
+
+Exit status: 0 done, 3 stopped on request with a bundle, 1 failed, 2 wrong usage.
+
+`checkpoint` and `stop` are signals to the process that `RUN/lock` names, which is the driver's;
+`status` is what it last wrote into `RUN/status.json`. So all three work at once, without Ray, on
+the driver's machine; on any other one they say where to go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sc_core.errors import ConfigError, RunInUse, ScError
+from sc_ray.run_directory import (
+    CHECKPOINTS,
+    LOGS,
+    METRICS,
+    NotRunning,
+    RunDirectory,
+    last_report,
+    published,
+    running_pid,
+)
+
+DONE, FAILED, WRONG_USAGE, STOPPED = 0, 1, 2, 3
+_LOOK_EVERY_S = 0.1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except ConfigError as exc:
+        return _complain(exc, WRONG_USAGE)
+    except (ScError, OSError) as exc:
+        return _complain(exc, FAILED)
+
+
+def _complain(error: BaseException, status: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"sc_ray: error: {text}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sc_ray", description=_first_lines())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train, or go on from the newest checkpoint")
+    train.add_argument("--config", default="demo", metavar="NAME|FILE", help="default: demo")
+    train.add_argument("--out", type=Path, metavar="RUN", help="default: runs/<config's name>")
+    train.add_argument("--resume", default="auto", metavar="auto|never|PATH")
+    train.add_argument("settings", nargs="*", metavar="key=value", help="grpo.max_num_steps=20")
+    train.set_defaults(command=_train)
+    status = commands.add_parser("status", help="what a run is doing")
+    status.add_argument("run", type=Path, metavar="RUN")
+    status.add_argument("--json", action="store_true", help="all that is known, as JSON")
+    status.set_defaults(command=_status)
+    for name, what, command in (
+        ("checkpoint", "have a run save a checkpoint, and wait until it has", _checkpoint),
+        ("stop", "have a run save and end, and wait until it has", _stop),
+    ):
+        steer = commands.add_parser(name, help=what)
+        steer.add_argument("run", type=Path, metavar="RUN")
+        steer.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+        steer.set_defaults(command=command)
+    return parser
+
+
+def _first_lines() -> str:
+    return (__doc__ or "").partition("\n\n`")[0]
+
+
+# train ---------------------------------------------------------------------------------
+
+
+def _train(options: argparse.Namespace) -> int:
+    from sc_ray.supervise import Interrupted, Signals
+
+    _keep_quiet()
+    with Signals() as signals:
+        try:
+            return _train_under(signals, options)
+        except Interrupted as exc:
+            return _complain(ScError(f"{exc} before the run had started"), FAILED)
+
+
+def _train_under(signals: Any, options: argparse.Namespace) -> int:
+    from sc_ray.settings import load_config  # torch comes with it, and takes its seconds
+
+    config = load_config(options.config, options.settings)
+    out = options.out or Path("runs") / Path(options.config).stem
+    with RunDirectory(out) as run:
+        run.report("starting")
+        try:
+            phase, status = _run(signals, options, config, run)
+        except BaseException as exc:
+            run.report("failed", {**_without_phase(run.path), "error": str(exc)})
+            raise
+        run.report(phase, _without_phase(run.path))
+        return status
+
+
+def _run(
+    signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
+) -> tuple[str, int]:
+    import anyio
+    from ray.exceptions import RayError
+
+    from sc_ray.failures import ControllerFailed
+    from sc_ray.progress import Console, learning_curve
+    from sc_ray.setup import Prepared, setup_single_controller, start_actor
+    from sc_ray.supervise import supervise
+
+    console = Console(sys.stdout)
+    resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
+    prepared = Prepared.of(config)
+    with ExitStack() as on_exit:
+        args = setup_single_controller(
+            config, run.path, resume, on_exit=on_exit, prepared=prepared, say=console.say
+        )
+        signals.install()
+        actor = start_actor(args, on_exit)
+        max_steps = config.grpo.max_num_steps
+        try:
+            result = anyio.run(lambda: supervise(actor, run, console, signals, max_steps=max_steps))
+        except ControllerFailed as exc:
+            log = run.path / LOGS / "failure.txt"
+            log.write_text(exc.traceback_text)
+            wrong_usage = exc.type_name == "ConfigError"
+            raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {log})") from exc
+        except RayError as exc:
+            raise ScError(
+                f"the controller's process died: {exc}; the same command goes on from the"
+                " newest checkpoint"
+            ) from exc
+    bundles = published(run.path)
+    newest = f"; {run.path / CHECKPOINTS / next(iter(bundles))}" if bundles else ""
+    reached = f"step {result.step} of {max_steps}"
+    curve = learning_curve(run.path / METRICS)
+    if result.reason == "stopped":
+        console.say(f"stopped at {reached}: {curve}{newest}")
+        return "stopped", STOPPED if bundles else FAILED
+    why = "" if result.reason == "max_steps" else ", out of prompts"
+    console.say(f"done: {reached}{why}; {curve}{newest}")
+    return "done", DONE
+
+
+def _without_phase(path: Path) -> dict[str, Any]:
+    told = last_report(path)
+    for name in ("phase", "t", "pid"):
+        told.pop(name, None)
+    return told
+
+
+def _keep_quiet() -> None:
+    """Leave the terminal to our own lines, and to warnings of ours."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("sc_ray: %(levelname)s: %(message)s"))
+    for name in ("sc_core", "sc_ray"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).propagate = False
+
+
+# to a running one ----------------------------------------------------------------------
+
+
+def _status(options: argparse.Namespace) -> int:
+    path = options.run
+    told, pid = last_report(path), running_pid(path)
+    if not told and pid is None:
+        raise NotRunning(str(path))
+    if pid is None and told.get("phase") in ("starting", "running", "stopping"):
+        told["phase"] = "killed"
+    if options.json:
+        print(msgspec.json.encode(told).decode())
+        return DONE
+    from sc_ray.progress import step_line
+
+    age_s = time.time() - told.get("t", time.time())
+    where = f"pid {pid}" if pid is not None else "not running"
+    print(f"{told.get('phase', 'starting')} ({where}), {age_s:.1f} s ago")
+    for line in (
+        step_line(told, told.get("max_steps", 0)),
+        f"conservation: {told['audit']}" if "audit" in told else "",
+        f"checkpoints: {', '.join(told.get('bundles') or ['none'])}",
+        f"error: {told['error']}" if "error" in told else "",
+    ):
+        if line:
+            print(line)
+    return DONE
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    before = published(options.run)
+    _signal(options.run, signal.SIGUSR1)
+    give_up = time.monotonic() + options.timeout
+    while time.monotonic() < give_up:
+        for name, identity in published(options.run).items():
+            if before.get(name) != identity:
+                print(f"saved {options.run / CHECKPOINTS / name}")
+                return DONE
+        if running_pid(options.run) is None:
+            raise ScError(f"the run in {options.run} ended without saving")
+        time.sleep(_LOOK_EVERY_S)
+    raise ScError(f"no checkpoint was published within {options.timeout:g} s")
+
+
+def _stop(options: argparse.Namespace) -> int:
+    pid = _signal(options.run, signal.SIGTERM)
+    give_up = time.monotonic() + options.timeout
+    while time.monotonic() < give_up:
+        if running_pid(options.run) is None:
+            told = last_report(options.run)
+            print(f"{told.get('phase', 'ended')} at step {told.get('step', 0)}")
+            return DONE
+        time.sleep(_LOOK_EVERY_S)
+    raise ScError(f"process {pid} did not end within {options.timeout:g} s")
+
+
+def _signal(path: Path, number: signal.Signals) -> int:
+    pid = running_pid(path)
+    if pid is None:
+        raise NotRunning(str(path))
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        raise NotRunning(str(path)) from None
+    return pid
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RunInUse as exc:
+        sys.exit(_complain(exc, FAILED))

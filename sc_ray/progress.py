@@ -1,0 +1,95 @@
+"""What the terminal shows of a run."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+_LINE_EVERY_S = 1.0
+"""Between two lines of steps where no line can be overwritten, as in a log file."""
+
+
+class Console:
+    """Lines for people. On a terminal, the last one is rewritten at every step."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._clock = clock
+        self._shown = 0  #: characters of the line that may be overwritten
+        self._last_line = ""
+        self._last_at = float("-inf")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._write(f"{self._erase()}{line}\n")
+
+    def step(self, line: str) -> None:
+        """The present state; shown again only if it differs."""
+        if line == self._last_line:
+            return
+        if self._live:
+            line = line[: shutil.get_terminal_size().columns - 1]
+            self._write(self._erase() + line)
+            self._shown = len(line)
+        elif self._clock() - self._last_at >= _LINE_EVERY_S:
+            self._write(f"{line}\n")
+        else:
+            return
+        self._last_line, self._last_at = line, self._clock()
+
+    def _erase(self) -> str:
+        shown, self._shown = self._shown, 0
+        return f"\r{' ' * shown}\r" if shown else ""
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:  # nobody reads any more; the run goes on
+            pass
+
+
+def step_line(status: Mapping[str, Any], max_steps: int) -> str:
+    """The last finished step in one line; empty before the first."""
+    last = status.get("last_metrics") or {}
+    if "step" not in last:
+        return ""
+    return (
+        f"step {last['step']}/{max_steps}"
+        f"  reward {last.get('train/reward', 0.0):.3f}"
+        f"  staleness {last.get('train/staleness_versions_mean', 0.0):.2f}"
+        f"  places {status.get('places_held', 0)}/{status.get('places_capacity', 0)}"
+        f"  barrier wait {last.get('rollout/commit_wait_s', 0.0):.2f} s"
+        f"  {last.get('timing/train/total_step_time', 0.0):.2f} s/step"
+    )
+
+
+def learning_curve(metrics: Path, window: int = 10) -> str:
+    """Mean reward over the first and the last steps of a run, from its metrics file."""
+    rewards: dict[int, float] = {}
+    try:
+        lines = metrics.read_bytes().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        try:
+            entry = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            continue  # torn by a crash
+        if isinstance(entry.get("train/reward"), int | float):
+            rewards[entry["step"]] = entry["train/reward"]  # a step made again counts once
+    if not rewards:
+        return ""
+    by_step = [rewards[step] for step in sorted(rewards)]
+    window = max(1, min(window, len(by_step) // 2))
+    first, last = by_step[:window], by_step[-window:]
+    return (
+        f"mean reward {sum(first) / window:.3f} in the first {window} steps,"
+        f" {sum(last) / window:.3f} in the last {window}"
+    )

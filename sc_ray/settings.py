@@ -1,0 +1,219 @@
+"""One run's settings: the controller's, and those of the world around it.
+
+A configuration is a YAML or JSON file, or the name of a built-in one, then `key=value` pairs
+with dotted keys: `grpo.max_num_steps=20 policy.optimizer.lr=1e-3`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from sc_core.config import (
+    AsyncRlConfig,
+    CheckpointingConfig,
+    ControllerConfig,
+    GrpoConfig,
+    decode,
+)
+from sc_core.errors import ConfigError
+from sc_ray.estimators import Baseline
+from sc_ray.hosted import EventLoop
+from sc_ray.losses import LossConfig
+from sc_ray.model import ModelConfig
+from sc_ray.trainer.policy import OptimizerConfig
+
+COMMAND_LINE = "command line"  #: named as the source of what is wrong with a `key=value`
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class TaskConfig(_Settings, frozen=True):
+    """What is trained on: a built-in task, or a JSONL file."""
+
+    name: str = "larger_digit"  #: of a built-in task; of no account if `jsonl` is given
+    jsonl: str | None = None
+    """Path of a file with one `{"prompt": …, "answer": …}` per line."""
+    reward: str | None = None  #: `module:function`; None: the task's own, or an exact match
+    max_new_tokens: int | None = None  #: per completion; None: the task's own
+    temperature: float = 1.0  #: of sampling
+    shuffle: bool = True  #: each epoch in an order of its own
+
+
+class PolicyConfig(_Settings, frozen=True):
+    """The model and how it learns."""
+
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    threads: int = 1  #: of torch, in the trainer's process
+
+
+class GenerationConfig(_Settings, frozen=True):
+    workers: int = 1  #: processes that generate
+    batch_invariant: bool = False  #: log-probs don't depend on what else is being generated
+    threads: int = 1  #: of torch, in each of them
+
+
+class AdvantagesConfig(_Settings, frozen=True):
+    baseline: Baseline = "leave_one_out"
+    normalize: bool = False  #: divide by the group's standard deviation
+
+
+class ClusterConfig(_Settings, frozen=True):
+    num_cpus: int = 16
+    """Of the Ray that the run starts. Logical: each process takes one, whatever the machine has."""
+    storage_units: int = 2  #: processes that hold the rows; can't change between restarts
+    address: str | None = None  #: of a running Ray to use instead of starting one; `auto` finds it
+
+
+class TrainConfig(_Settings, frozen=True):
+    """All settings of a run.
+
+    Raises:
+        ConfigError: a value is impossible, by itself or beside another one.
+    """
+
+    grpo: GrpoConfig = GrpoConfig()
+    async_rl: AsyncRlConfig = AsyncRlConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    task: TaskConfig = TaskConfig()
+    policy: PolicyConfig = PolicyConfig()
+    generation: GenerationConfig = GenerationConfig()
+    advantages: AdvantagesConfig = AdvantagesConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    event_loop: EventLoop = "asyncio"  #: that the controller runs on
+
+    def __post_init__(self) -> None:
+        for key, value in (
+            ("policy.threads", self.policy.threads),
+            ("generation.workers", self.generation.workers),
+            ("generation.threads", self.generation.threads),
+            ("cluster.num_cpus", self.cluster.num_cpus),
+            ("cluster.storage_units", self.cluster.storage_units),
+            ("task.max_new_tokens", self.task.max_new_tokens),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{key} is {value}; it must be at least 1")
+        if not self.task.temperature >= 0:
+            raise ConfigError(f"task.temperature is {self.task.temperature}; it must be at least 0")
+        loop = self.event_loop
+        if loop != "asyncio" and importlib.util.find_spec(loop) is None:
+            raise ConfigError(
+                f"event_loop is {loop}, which is not installed: pip install"
+                f" 'single-controller[{loop}]'"
+            )
+        _ = self.controller  # it refuses what is impossible
+
+    @property
+    def controller(self) -> ControllerConfig:
+        """The part that the controller knows."""
+        return ControllerConfig(
+            grpo=self.grpo, async_rl=self.async_rl, checkpointing=self.checkpointing
+        )
+
+    @property
+    def cpus_needed(self) -> int:
+        """Ray CPUs of all processes: trainer, generation, controller, and TransferQueue's own."""
+        trainer = controller = index = 1
+        return trainer + self.generation.workers + controller + index + self.cluster.storage_units
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a configuration file, or the built-in one of that name, and apply `key=value` pairs.
+
+    Raises:
+        ConfigError: no such configuration, unreadable, an unknown key (with the nearest known
+            one), or an impossible value.
+    """
+    where, data = _read(source)
+    decode(data, TrainConfig, source=where)  # so that a mistake is reported where it was made
+    for pair in overrides:
+        _override(data, pair)
+    return decode(data, TrainConfig, source=COMMAND_LINE if overrides else where)
+
+
+def builtin_configs() -> list[str]:
+    """The names of the configurations that come with the package."""
+    directory = resources.files("sc_ray") / "configs"
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in directory.iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def _read(source: str) -> tuple[str, dict[str, Any]]:
+    path = Path(source)
+    if source in builtin_configs():
+        text = (resources.files("sc_ray") / "configs" / f"{source}.yaml").read_text()
+    elif path.is_file():
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path} can't be read: {exc}") from exc
+    else:
+        names = builtin_configs()
+        near = difflib.get_close_matches(source, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(names)}"
+        raise ConfigError(
+            f"there is no configuration {source}, neither a file nor built in; {hint}"
+        )
+    data = _parse(text, source)
+    if data is None:
+        return source, {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: a mapping of settings was expected, not {data!r:.60}")
+    return source, data
+
+
+def _override(data: dict[str, Any], pair: str) -> None:
+    key, equals, text = pair.partition("=")
+    *parents, last = key.split(".")
+    if not equals or not all((*parents, last)):
+        raise ConfigError(f"{COMMAND_LINE}: {pair!r} is not of the form key=value")
+    at = data
+    for depth, name in enumerate(parents, 1):
+        inner = at.setdefault(name, {})
+        if not isinstance(inner, dict):
+            section = ".".join(parents[:depth])
+            raise ConfigError(f"{COMMAND_LINE}: {section} is {inner!r} and has no key {last}")
+        at = inner
+    at[last] = _parse(text, f"{COMMAND_LINE}: {key}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-3 for text; here it is a number, as everywhere else."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+    list("-+.0123456789"),
+)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as exc:
+        line = f":{exc.problem_mark.line + 1}" if exc.problem_mark else ""
+        raise ConfigError(f"{source}{line}: not YAML: {exc.problem}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{source}: not YAML: {str(exc).splitlines()[0]}") from exc
+
+
+def to_plain(config: TrainConfig) -> Mapping[str, Any]:
+    """The settings as plain data, which `decode` reads back."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain

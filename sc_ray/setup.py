@@ -1,0 +1,384 @@
+"""Everything before the actor: checks, Ray, TransferQueue, the restore, the workers.
+
+It happens on the driver, in this order, and what was started is shut down in the reverse one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from sc_core.bundle import BundleStore
+from sc_core.calls import in_thread
+from sc_core.controller import Ports, SingleController
+from sc_core.errors import ConfigError
+from sc_core.events import JsonlEventLog, JsonlMetrics
+from sc_core.ports import DataPlane
+from sc_core.restore import ReadyStore, SentStore, restore
+from sc_core.samplers import build_sampler, check_capacity
+from sc_ray.actor import SingleControllerActor
+from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.port import RayEngine, RayRollouts
+from sc_ray.generation.worker import GenerationActor, GenerationSpec
+from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.prompts import TaskPrompts
+from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
+from sc_ray.settings import TaskConfig, TrainConfig, to_plain
+from sc_ray.tasks import Task, exact_match, larger_digit, load_jsonl, load_reward
+from sc_ray.tokenizer import Tokenizer
+from sc_ray.trainer.port import RayTrainer
+from sc_ray.trainer.worker import TrainerActor, TrainerSpec
+from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
+from sc_ray.weights import FileWeightSync
+
+Resume = Literal["auto", "never"] | Path
+
+_OBJECT_STORE_BYTES = 256 << 20
+"""Rows and weights do not go through it; only prompts, completions and reports do."""
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # a run talks to nobody outside
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every start prints a notice about it
+    "TQ_LOGGING_LEVEL": "WARNING",
+    "TQ_NUM_THREADS": "1",
+}
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """What the settings amount to, once they have been checked; starts nothing."""
+
+    task: Task
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Prepared:
+        """Check what can be checked without Ray.
+
+        Raises:
+            ConfigError: the task, its reward or a model is not there; a step could never fill;
+                or Ray would have too few CPUs.
+        """
+        task = build_task(config.task, seed=config.grpo.seed)
+        pretrained = config.policy.model.pretrained
+        tokenizer = (
+            Tokenizer.load(Path(pretrained))
+            if pretrained
+            else Tokenizer.of_characters(task.alphabet())
+        )
+        build_estimator(config)
+        sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
+        check_capacity(config.controller, sampler)
+        if config.cluster.address is None:
+            _check_cpus(config, config.cluster.num_cpus)
+        return cls(task=task, tokenizer=tokenizer)
+
+
+class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the actor needs: handles of the workers, and how to open its own clients."""
+
+    config: TrainConfig
+    run_dir: Path
+    sent: SentStore
+    rows: TransferQueueSpec
+    task: Task
+    trainer: Any  #: handle of a `TrainerActor`
+    generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
+
+    @property
+    def event_loop(self) -> EventLoop:
+        return self.config.event_loop
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[SingleController]:
+        """Become the writer of the run directory, and build the controller on this event loop.
+
+        Raises:
+            RunInUse: another process writes bundles there.
+            RestoreError: the bundle changed since the driver restored from it.
+        """
+        config, run_dir, runner = self.config, self.run_dir, in_abandonable_thread
+        with ExitStack() as opened:
+            logs = logging.FileHandler(run_dir / LOGS / "controller.log")
+            logs.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            for name in ("sc_core", "sc_ray"):
+                logging.getLogger(name).addHandler(logs)
+            store = open_store(run_dir)
+            await runner(store.open)
+            opened.callback(store.close)
+            ready = await self.sent.receive(store, runner=runner)
+            events = await runner(JsonlEventLog, run_dir / EVENTS)
+            opened.callback(events.close)
+            metrics = JsonlMetrics(run_dir / METRICS)
+            opened.callback(metrics.close)
+            trainer = RayTrainer(self.trainer)
+            engines = [RayEngine(actor, name=name) for name, actor in self.generation.items()]
+            sync = FileWeightSync(trainer, engines, run_id=run_id(run_dir))
+            opened.callback(sync.close)
+            ports = Ports(
+                connect=self._connect,
+                source=build_prompts(config, self.task),
+                worker=RayRollouts(engines),
+                trainer=trainer,
+                weight_sync=sync,
+                estimator=build_estimator(config),
+                events=events,
+                metrics=metrics,
+                bundles=store if config.checkpointing.enabled else None,
+            )
+            yield SingleController(
+                config.controller, ready, ports, runner=runner, settings=to_plain(config)
+            )
+
+    async def _connect(self, ready: ReadyStore) -> DataPlane:
+        ready.use()
+        return await in_thread(self.rows.connect)
+
+
+def setup_single_controller(
+    config: TrainConfig,
+    run_dir: Path,
+    resume: Resume = "auto",
+    *,
+    on_exit: ExitStack,
+    prepared: Prepared | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> SingleControllerActorArgs:
+    """Start and restore everything that a controller needs; `say` hears of each stage.
+
+    Blocks, for some 20 s. Call it in the main thread: Ray's processes end with the thread that
+    started them. Whatever was started is shut down when `on_exit` closes, also if this raises.
+
+    Raises:
+        ConfigError: what the settings ask for is not there, or more than the cluster has.
+        RunInUse: another process writes to `run_dir`.
+        RestoreError: no bundle can be used, or the settings can't go on from it.
+        WorkerDied: a worker could not start.
+    """
+    prepared = prepared or Prepared.of(config)
+    (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    store = open_store(run_dir)
+    store.open()  # before Ray: it refuses a directory that can't be written
+    with ExitStack() as here:
+        here.callback(store.close)  # the actor opens it again
+        say("starting Ray")
+        node = _start_ray(config, run_dir, on_exit)
+        generation = _start_generation(config, prepared, node, on_exit)
+        say("starting TransferQueue")
+        deadlines = config.async_rl.deadlines
+        rows = TransferQueueSpec(
+            storage_units=config.cluster.storage_units,
+            deadline_s=deadlines.data_plane_s,
+            snapshot_deadline_s=deadlines.snapshot_s,
+        )
+        bootstrap = TransferQueueBootstrap(rows)
+        on_exit.callback(bootstrap.close)
+        trainer = _start_trainer(config, prepared, rows, node, on_exit)
+        ready = anyio.run(
+            partial(
+                restore,
+                store,
+                bootstrap,
+                config.controller,
+                runner=in_thread,
+                resume=resume,
+                source_fingerprint=build_prompts(config, prepared.task).fingerprint(),
+            )
+        )
+        bundle = ready.bundle
+        say(
+            "starting afresh"
+            if bundle is None
+            else f"resuming from {bundle.path}, step {bundle.step} of {config.grpo.max_num_steps}"
+        )
+        anyio.run(_until_up, RayTrainer(trainer), generation)
+    return SingleControllerActorArgs(
+        config=config,
+        run_dir=run_dir,
+        sent=ready.send(),
+        rows=rows,
+        task=prepared.task,
+        trainer=trainer,
+        generation=generation,
+    )
+
+
+def start_actor(args: SingleControllerActorArgs, on_exit: ExitStack) -> Any:
+    """The actor's handle. It runs on this node: it shares the run directory and memory files."""
+    actor = (
+        ray.remote(SingleControllerActor)
+        .options(num_cpus=1, max_restarts=0, scheduling_strategy=_here())
+        .remote(args)
+    )
+    on_exit.callback(_kill, actor)
+    return actor
+
+
+def build_task(config: TaskConfig, *, seed: int) -> Task:
+    """The task that the settings name.
+
+    Raises:
+        ConfigError: there is no such task, file or reward function, or a line is no prompt.
+    """
+    reward = None if config.reward is None else load_reward(config.reward)
+    if config.jsonl is not None:
+        task = load_jsonl(Path(config.jsonl), reward=reward or exact_match)
+    elif config.name in _BUILT_IN:
+        task = _BUILT_IN[config.name](seed=seed)
+    else:
+        near = difflib.get_close_matches(config.name, _BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"built in: {', '.join(_BUILT_IN)}"
+        raise ConfigError(f"task.name: there is no task {config.name}; {hint}")
+    return msgspec.structs.replace(
+        task,
+        reward=reward or task.reward,
+        max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+    )
+
+
+def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
+    """The stream of the task's prompts, from its beginning."""
+    return TaskPrompts(
+        task.prompts,
+        seed=config.grpo.seed,
+        shuffle=config.task.shuffle,
+        max_epochs=config.grpo.max_num_epochs,
+    )
+
+
+def build_estimator(config: TrainConfig) -> GrpoAdvantages:
+    """Raises ConfigError if a group is too small for the baseline."""
+    return GrpoAdvantages(
+        baseline=config.advantages.baseline,
+        normalize_by_std=config.advantages.normalize,
+        group_size=config.grpo.num_generations_per_prompt,
+    )
+
+
+def open_store(run_dir: Path) -> BundleStore:
+    """The run's bundles, not opened yet. `SC_BUNDLE_KEY` signs their manifests, if it is set."""
+    key = os.environ.get("SC_BUNDLE_KEY")
+    return BundleStore(run_dir / CHECKPOINTS, key=key.encode() if key else None)
+
+
+def run_id(run_dir: Path) -> str:
+    """The same for every start of a run on this machine, so that a start finds leftovers."""
+    return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+
+
+_BUILT_IN = {"larger_digit": larger_digit}
+
+
+# processes -----------------------------------------------------------------------------
+
+
+def _check_cpus(config: TrainConfig, there: float) -> None:
+    if there < config.cpus_needed:
+        raise ConfigError(
+            f"the run needs {config.cpus_needed} CPUs of Ray and the cluster has {there:g}:"
+            f" set cluster.num_cpus={config.cpus_needed}; they need not be real ones"
+        )
+
+
+def _start_ray(
+    config: TrainConfig, run_dir: Path, on_exit: ExitStack
+) -> NodeAffinitySchedulingStrategy:
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if config.cluster.address is None and not ray.is_initialized():
+        on_exit.callback(ray.shutdown)
+        started = ray.init(
+            address="local",
+            num_cpus=config.cluster.num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+        _link_logs(run_dir, Path(started.address_info["session_dir"]) / "logs")
+    else:
+        if not ray.is_initialized():
+            on_exit.callback(ray.shutdown)
+            ray.init(
+                address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR
+            )
+        _check_cpus(config, ray.available_resources().get("CPU", 0.0))
+    return _here()
+
+
+def _here() -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _link_logs(run_dir: Path, logs: Path) -> None:
+    """`RUN/logs/ray` leads to what Ray's processes print."""
+    link = run_dir / LOGS / "ray"
+    with suppress(OSError):  # a convenience, worth no failure
+        link.unlink(missing_ok=True)
+        link.symlink_to(logs)
+
+
+def _start_generation(
+    config: TrainConfig,
+    prepared: Prepared,
+    node: NodeAffinitySchedulingStrategy,
+    on_exit: ExitStack,
+) -> dict[str, Any]:
+    spec = GenerationSpec(
+        model=config.policy.model,
+        tokenizer=prepared.tokenizer,
+        task=prepared.task,
+        run_seed=config.grpo.seed,
+        temperature=config.task.temperature,
+        batch_invariant=config.generation.batch_invariant,
+        threads=config.generation.threads,
+    )
+    actors: dict[str, Any] = {}
+    for rank in range(config.generation.workers):
+        name = f"generation-{rank}"
+        actors[name] = GenerationActor.options(scheduling_strategy=node).remote(spec, name)
+        on_exit.callback(_kill, actors[name])
+    return actors
+
+
+def _start_trainer(
+    config: TrainConfig,
+    prepared: Prepared,
+    rows: TransferQueueSpec,
+    node: NodeAffinitySchedulingStrategy,
+    on_exit: ExitStack,
+) -> Any:
+    spec = TrainerSpec(
+        model=config.policy.model,
+        tokenizer=prepared.tokenizer,
+        rows=rows,
+        optimizer=config.policy.optimizer,
+        loss=config.policy.loss,
+        temperature=config.task.temperature,
+        seed=config.grpo.seed,
+        threads=config.policy.threads,
+    )
+    actor = TrainerActor.options(scheduling_strategy=node).remote(spec)
+    on_exit.callback(_kill, actor)
+    return actor
+
+
+async def _until_up(trainer: RayTrainer, generation: Mapping[str, Any]) -> None:
+    await trainer.ping()
+    for name, actor in generation.items():
+        await RayEngine(actor, name=name).ping()
+
+
+def _kill(actor: Any) -> None:
+    with suppress(Exception):  # it is gone, or Ray is
+        ray.kill(actor)

@@ -1,0 +1,161 @@
+"""The driver while the actor runs: signals in, progress out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from ray.exceptions import RayError
+
+from sc_core.controller import RunResult
+from sc_core.errors import root_cause
+from sc_ray.bridge import await_ref
+from sc_ray.progress import Console, step_line
+from sc_ray.run_directory import CHECKPOINTS, RunDirectory, published
+
+_LOOK_EVERY_S = 0.5
+"""A terminal shows no more, and a status call costs the controller's loop well below 1 ms."""
+_ENDS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(BaseException):
+    """A signal came before there was a run that could be stopped."""
+
+
+class Signals:
+    """SIGTERM and SIGINT stop the run, a second one leaves at once; SIGUSR1 saves.
+
+    Until `steer` has named somebody to tell, the first raises `Interrupted`.
+    """
+
+    def __init__(self) -> None:
+        self.stopped_by: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._on_stop: Callable[[str], None] | None = None
+        self._on_save: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.getsignal(number) for number in (*_ENDS, signal.SIGUSR1)}
+        self.install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Handle the signals here, again if somebody took them over, as `ray.init` does."""
+        for number in _ENDS:
+            signal.signal(number, self._end)
+        signal.signal(signal.SIGUSR1, lambda *_: self._on_save())
+
+    def steer(self, on_stop: Callable[[str], None], on_save: Callable[[], None]) -> None:
+        """Whom to tell from now on. Both are called between two steps of the main thread."""
+        self._on_stop, self._on_save = on_stop, on_save
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.stopped_by is not None:
+            os._exit(1)  # Ray's processes end with this one
+        self.stopped_by = name
+        if self._on_stop is None:
+            raise Interrupted(name)
+        self._on_stop(name)
+
+
+async def supervise(
+    actor: Any, run: RunDirectory, console: Console, signals: Signals, *, max_steps: int
+) -> RunResult:
+    """Run the actor to its end, show its progress, and pass signals on to it.
+
+    Raises:
+        ControllerFailed: the run failed.
+        RayActorError: the actor's process died.
+    """
+    view = _View(actor, run, console, signals, max_steps)
+    try:
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(_pass_on, actor, console, signals)
+            tg.start_soon(view.keep_up)
+            result: RunResult = await await_ref(actor.run.remote())
+            tg.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        raise root_cause(group) from group
+    finally:
+        signals.steer(on_stop=lambda _: None, on_save=lambda: None)  # it is ending
+    await view.look()
+    return result
+
+
+async def _pass_on(actor: Any, console: Console, signals: Signals) -> None:
+    wishes: list[str] = []
+    wished = anyio.Event()
+    loop: Any = anyio.lowlevel.current_token().native_token
+
+    def wish(what: str) -> None:
+        wishes.append(what)
+        loop.call_soon_threadsafe(lambda: wished.set())  # ends a wait of this very loop, too
+
+    signals.steer(on_stop=wish, on_save=lambda: wish("SIGUSR1"))
+    while True:
+        await wished.wait()
+        wished = anyio.Event()
+        while wishes:
+            what = wishes.pop(0)
+            if what == "SIGUSR1":
+                console.say("SIGUSR1: saving a checkpoint, then going on")
+                await _answered(actor.request_checkpoint.remote())
+            else:
+                console.say(f"{what}: saving a checkpoint, then ending; once more ends at once")
+                await _answered(actor.stop.remote(what))
+
+
+class _View:
+    """Looks at the run and shows what has changed, on the terminal and in `status.json`."""
+
+    def __init__(
+        self, actor: Any, run: RunDirectory, console: Console, signals: Signals, max_steps: int
+    ) -> None:
+        self._actor = actor
+        self._run = run
+        self._console = console
+        self._signals = signals
+        self._max_steps = max_steps
+        self._bundles = published(run.path)
+
+    async def keep_up(self) -> None:
+        while True:
+            await self.look()
+            await anyio.sleep(_LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        status = await _answered(self._actor.status.remote()) or {}
+        bundles = published(self._run.path)
+        line = step_line(status, self._max_steps)
+        if line:
+            self._console.step(line)
+        for name, identity in reversed(bundles.items()):
+            if self._bundles.get(name) != identity:
+                self._console.say(f"saved {self._run.path / CHECKPOINTS / name}")
+        self._bundles = bundles
+        phase = "running" if self._signals.stopped_by is None else "stopping"
+        told = {"max_steps": self._max_steps, "bundles": list(bundles)}
+        self._run.report(phase, {**told, **status})
+
+
+async def _answered(ref: Any) -> Any:
+    """None from an actor that is gone: the end of `run` says why."""
+    with suppress(RayError):
+        return await await_ref(ref)
+    return None
