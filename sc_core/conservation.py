@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 
 from sc_core.counts import Counts
-from sc_core.digest import payload_digest
+from sc_core.digest import payload_digest, record_digest
 from sc_core.errors import Conservation
 from sc_core.index import ReplayIndex
 from sc_core.records import LedgerRecord
@@ -79,7 +79,7 @@ def check_recount(records: Collection[LedgerRecord], kept: Counts) -> None:
     """
     recount = Counts()
     for record in records:
-        recount.shift(record, payload_digest(record.payload), 1)
+        recount.shift(record, record_digest(record, payload_digest(record.payload)), 1)
     for name, counted in vars(recount).items():
         if vars(kept)[name] != counted:
             raise Conservation(

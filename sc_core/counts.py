@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from sc_core.digest import MODULUS, record_digest
+from sc_core.digest import MODULUS
 from sc_core.records import LedgerRecord, State
 
 
@@ -31,8 +31,8 @@ class Counts:
         self.unselected_of_version = Tally()  #: those, and the committed ones
         self.digest = 0
 
-    def shift(self, record: LedgerRecord, payload: bytes, by: Literal[1, -1]) -> None:
-        """Count a record in, or out; `payload` is the digest of its payload."""
+    def shift(self, record: LedgerRecord, digest: int, by: Literal[1, -1]) -> None:
+        """Count a record in, or out."""
         self.of_state[record.state] += by
         if record.admitted:
             self.live += by
@@ -45,4 +45,4 @@ class Counts:
             self.unselected_of_version.shift(version, by)
             if record.state != "committed":
                 self.uncommitted_of_version.shift(version, by)
-        self.digest = (self.digest + by * record_digest(record, payload)) % MODULUS
+        self.digest = (self.digest + by * digest) % MODULUS

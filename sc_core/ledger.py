@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sc_core.conservation import check_counts, check_index, check_places, check_recount
 from sc_core.counts import Counts, Tally
 from sc_core.cut import check_cut
-from sc_core.digest import payload_digest
+from sc_core.digest import payload_digest, record_digest
 from sc_core.errors import ConfigChanged, Conservation, SaveError
 from sc_core.index import ReplayIndex
 from sc_core.ordered import OrderedKeys
@@ -54,7 +54,8 @@ class Ledger:
         self.weight_version = 0  #: likewise
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._records: dict[int, LedgerRecord] = {}
-        self._payloads: dict[int, bytes] = {}  #: their digests
+        self._digests: dict[int, int] = {}
+        self._payload_digests: dict[int, bytes] = {}
         self._waiting = OrderedKeys()
         self._counts = Counts()
         self._next_commit_seq = 0
@@ -137,7 +138,7 @@ class Ledger:
                 f"prompt {self.next_ordinal}: its payload can't be saved as msgpack: {exc}"
             ) from exc
         record = LedgerRecord(ordinal=self.next_ordinal, payload=pulled.payload)
-        self._payloads[record.ordinal] = payload
+        self._payload_digests[record.ordinal] = payload
         self._put(record)
         self.next_ordinal += 1
         self.position = pulled.position
@@ -376,7 +377,7 @@ class Ledger:
                 record = replace(record, state="waiting", attempt=record.attempt + 1)
             elif record.state == "selected":
                 record = replace(record, state="committed")
-            ledger._payloads[record.ordinal] = payload_digest(record.payload)
+            ledger._payload_digests[record.ordinal] = payload_digest(record.payload)
             ledger._put(record)
         for group in cut.groups:
             ledger.index.add(group)
@@ -401,22 +402,25 @@ class Ledger:
     # every change of a record goes through these --------------------------------------
 
     def _put(self, record: LedgerRecord) -> LedgerRecord:
-        old, payload = self._records.get(record.ordinal), self._payloads[record.ordinal]
-        if old is not None:
-            self._counts.shift(old, payload, -1)
-            if old.state == "waiting":
-                self._waiting.remove((old.ordinal,))
+        ordinal = record.ordinal
+        if ordinal in self._records:
+            self._count_out(self._records[ordinal])
+        self._records[ordinal] = record
+        digest = record_digest(record, self._payload_digests[ordinal])
+        self._digests[ordinal] = digest
+        self._counts.shift(record, digest, 1)
         if record.state == "waiting":
-            self._waiting.add((record.ordinal,))
-        self._counts.shift(record, payload, 1)
-        self._records[record.ordinal] = record
+            self._waiting.add((ordinal,))
         return record
 
     def _forget(self, record: LedgerRecord) -> None:
-        self._counts.shift(record, self._payloads.pop(record.ordinal), -1)
+        self._count_out(record)
+        del self._records[record.ordinal], self._payload_digests[record.ordinal]
+
+    def _count_out(self, record: LedgerRecord) -> None:
+        self._counts.shift(record, self._digests.pop(record.ordinal), -1)
         if record.state == "waiting":
             self._waiting.remove((record.ordinal,))
-        del self._records[record.ordinal]
 
     def _in_state(self, operation: str, ordinal: int, *states: State) -> LedgerRecord:
         record = self._records.get(ordinal)
