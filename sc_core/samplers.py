@@ -192,9 +192,7 @@ def build_sampler(config: SamplerConfig, prompts_per_step: int) -> Sampler:
             return _custom(config, prompts_per_step)
 
 
-_METHODS = frozenset(
-    ("name", "admit", "select", "evict", "may_abort", "required_capacity", "state", "restore")
-)
+_MEMBERS = frozenset(name for name in vars(Sampler) if not name.startswith("_"))
 
 
 def _custom(config: SamplerConfig, prompts_per_step: int) -> Sampler:
@@ -208,7 +206,7 @@ def _custom(config: SamplerConfig, prompts_per_step: int) -> Sampler:
     if not callable(found):
         raise ConfigError(f"{key} {target} is no class, but {found!r}")
     sampler: Sampler = found(config, prompts_per_step)
-    missing = _METHODS.difference(dir(sampler))
+    missing = _MEMBERS.difference(dir(sampler))
     if missing:
         raise ConfigError(f"{key} {target} is no sampler; it lacks {', '.join(sorted(missing))}")
     return sampler

@@ -156,7 +156,9 @@ def test_windowed_takes_the_window_and_evicts_what_is_older(
 def test_an_empty_ledger(kind: str) -> None:
     sampler, ledger = make(kind, 1), ledger_of([], version=3)
     assert list(sampler.select(ledger, 1, 2)) == list(sampler.evict(ledger)) == []
-    assert sampler.admit(ledger) is not None
+    stamp = sampler.admit(ledger)
+    assert stamp is not None
+    assert (stamp.target_step is not None) is sampler.stamps_targets
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +228,7 @@ def test_a_custom_sampler_is_built_from_its_target() -> None:
         (f"{__name__}:NOT_A_CLASS", "is no class, but 3"),
         (
             f"{__name__}:Incomplete",
-            "lacks evict, may_abort, required_capacity, restore, select, state",
+            "lacks evict, may_abort, required_capacity, restore, select, stamps_targets, state",
         ),
     ],
 )
