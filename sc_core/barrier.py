@@ -51,8 +51,8 @@ class CheckpointBarrier:
     arrived before it; a checkpoint waits for all who hold the barrier or arrived before it. So
     neither side can starve the other. A mutation inside a mutation waits for nobody: a checkpoint
     that it waited for would itself wait for the outer one. What can still deadlock is waiting,
-    inside a section, for a task that has yet to enter one and was not started inside; a deadline
-    on the checkpoint ends that too.
+    inside a section, for a task that has yet to enter one and was not started inside, while a
+    checkpoint waits between the two; its deadline ends that as well.
 
     **Nesting.** A section counts for the task that entered it and for every task and thread
     started while it was held (it travels in their context), until it is left. A mutation under a
@@ -72,7 +72,8 @@ class CheckpointBarrier:
     order to leave, so a cancel can leak the section, and wakes every waiter for every change.
 
     Not thread-safe. `clock` dates the ages in reports, in seconds from any origin. The default
-    costs a fifth of asking the event loop; on a virtual clock pass `anyio.current_time`.
+    takes a tenth of what asking the event loop does; on a virtual clock, pass
+    `anyio.current_time`.
     """
 
     __slots__ = ("_clock", "_closed", "_holders", "_queue")

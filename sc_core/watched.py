@@ -66,42 +66,41 @@ class Watched(Generic[T]):
         nothing behind.
 
         Raises:
-            Exception: whatever `accepts` raised, here or while another task set the value.
+            Exception: whatever `accepts` raised, here or while another task changed the value.
         """
-        waiter = _Waiter(accepts)
-        if waiter.is_done_with(self._value):
+        value = self._value
+        if accepts(value):
             await anyio.lowlevel.checkpoint()
-        else:
-            self._waiters[waiter] = None
-            try:
-                await waiter.woken.wait()
-            finally:
-                self._waiters.pop(waiter, None)
-        return waiter.outcome()
+            return value
+        waiter = _Waiter(accepts)
+        self._waiters[waiter] = None
+        try:
+            await waiter.woken.wait()
+        finally:
+            self._waiters.pop(waiter, None)
+        if waiter.error is not None:
+            raise waiter.error
+        return waiter.accepted
 
 
 class _Waiter(Generic[T]):
-    """One call of `wait_until`: its predicate, then the value or error that ended it."""
+    """A call of `wait_until` under way: its predicate, and what became of it."""
 
-    __slots__ = ("_accepted", "_accepts", "_error", "woken")
+    __slots__ = ("accepted", "accepts", "error", "woken")
 
-    _accepted: T
+    accepted: T  # unset until `accepts` held
 
     def __init__(self, accepts: Callable[[T], bool]) -> None:
-        self._accepts = accepts
-        self._error: Exception | None = None
+        self.accepts = accepts
+        self.error: Exception | None = None
         self.woken = anyio.Event()
 
     def is_done_with(self, value: T) -> bool:
         try:
-            if not self._accepts(value):
+            if not self.accepts(value):
                 return False
-            self._accepted = value
         except Exception as error:  # the waiter's own: raised where it waits
-            self._error = error
+            self.error = error
+        else:
+            self.accepted = value
         return True
-
-    def outcome(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._accepted
