@@ -1,0 +1,71 @@
+"""What every engine takes and gives, whichever library computes it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import torch
+
+from sc_core.errors import ConfigError
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion to be sampled.
+
+    Raises:
+        ConfigError: it asks for no token, or for a negative temperature.
+    """
+
+    prompt_ids: Sequence[int]
+    seed: int  #: of this request's own random numbers; see `request_seed`
+    max_new_tokens: int  #: the end-of-text token included
+    temperature: float = 1.0  #: 0 takes the likeliest token each time
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens = {self.max_new_tokens} must be at least 1")
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature = {self.temperature:g} must not be negative")
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine sampled for one request, by the weights of one version."""
+
+    token_ids: Sequence[int]  #: with the end-of-text token, if it came
+    logprobs: Sequence[float]
+    """Of each token under the distribution it was drawn from; 0 at temperature 0."""
+    text: str  #: without the end-of-text token
+    finish_reason: Literal["eos", "length"]
+    weight_version: int
+
+
+def request_seed(run_seed: int, ordinal: int, sibling: int, weight_version: int) -> int:
+    """A seed that is the same in every process and differs between any two requests of a run.
+
+    It is 63 bits of BLAKE2b over the four numbers.
+    """
+    numbers = struct.pack(">4q", run_seed, ordinal, sibling, weight_version)
+    digest = hashlib.blake2b(numbers, digest_size=8, person=b"sc request").digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def rollout_row(
+    prompt_ids: Sequence[int], completion: Completion, *, reward: float
+) -> dict[str, torch.Tensor]:
+    """The columns of one sibling's row, as a trainer reads them.
+
+    With T tokens in prompt and completion together: `input_ids` int64 `[T]`; `completion_mask`
+    int64 `[T]`, 1 where a token was sampled; `generation_logprobs` float32 `[T]`, zero elsewhere;
+    `reward` float32 `[1]`.
+    """
+    before, after = len(prompt_ids), len(completion.token_ids)
+    return {
+        "input_ids": torch.tensor([*prompt_ids, *completion.token_ids]),
+        "completion_mask": torch.tensor([0] * before + [1] * after),
+        "generation_logprobs": torch.tensor([0.0] * before + list(completion.logprobs)),
+        "reward": torch.tensor([reward], dtype=torch.float32),
+    }

@@ -1,0 +1,43 @@
+"""The record of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from sc_core.errors import DataFailure
+
+
+class Reward(Protocol):
+    def __call__(self, prompt: str, completion: str, answer: str) -> float:
+        """How good `completion` is, from 0 to 1. Deterministic, and safe to call again."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts with answers, and the reward that judges completions of them."""
+
+    name: str
+    prompts: Sequence[Mapping[str, Any]]  #: each has a `prompt` and an `answer`, both text
+    reward: Reward
+    max_new_tokens: int  #: of a completion, the end-of-text token included
+
+    def alphabet(self) -> str:
+        """Every character of the prompts and answers, sorted: enough for a character tokenizer."""
+        texts = (item[key] for item in self.prompts for key in ("prompt", "answer"))
+        return "".join(sorted(set().union(*texts)))
+
+    def score(self, item: Mapping[str, Any], completion: str) -> float:
+        """The reward of a completion of one of the prompts.
+
+        Raises:
+            DataFailure: the reward function answered something other than a number in [0, 1].
+        """
+        reward = self.reward(item["prompt"], completion, item["answer"])
+        if not isinstance(reward, int | float) or not 0 <= reward <= 1:
+            raise DataFailure(
+                f"the reward of task {self.name} for prompt {item['prompt']!r} and completion"
+                f" {completion!r} is {reward!r}; it must be a number from 0 to 1"
+            )
+        return float(reward)
