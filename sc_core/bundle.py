@@ -150,10 +150,13 @@ class BundleStore:
             SaveError: it is still there, or the files are, under a name that is never read.
         """
         self._check_lock()
-        path = self.directory / bundle_name(step)
+        path, trash = self.directory / bundle_name(step), self.directory / f"{TRASH}{step}"
         with saving("deleting", path):
             self._remove_aside(step)  # else the next start would take it for the bundle
-            self._remove(path, step)
+            self.disk.remove_tree(trash)
+            self.disk.rename(path, trash)
+            self.disk.sync_dir(self.directory)
+            self.disk.remove_tree(trash)
 
     def _put_in_place(self, staged: Staged, final: Path) -> None:
         disk, parent, new = self.disk, self.directory, staged.path
@@ -163,7 +166,6 @@ class BundleStore:
             self._remove_aside(staged.step)
             aside = parent / f"{ASIDE}{staged.step}"
             disk.rename(final, aside)
-            disk.sync_dir(parent)
             try:
                 disk.rename(new, final)
             except OSError:
@@ -177,15 +179,8 @@ class BundleStore:
         """Delete what was moved aside, if anything, although `step_N` exists."""
         aside = self.directory / f"{ASIDE}{step}"
         if aside.name in self.disk.entries(self.directory):
-            self._remove(aside, step)
-
-    def _remove(self, path: Path, step: int) -> None:
-        """Delete a directory; its name first, as half a bundle must not look like one."""
-        trash = self.directory / f"{TRASH}{step}"
-        self.disk.remove_tree(trash)
-        self.disk.rename(path, trash)
-        self.disk.sync_dir(self.directory)
-        self.disk.remove_tree(trash)
+            self.disk.remove_tree(aside)
+            self.disk.sync_dir(self.directory)
 
     def _target(self, step: int) -> bool:
         """Whether `step_N` exists."""
@@ -205,14 +200,10 @@ class BundleStore:
                 path = self.directory / name
                 if prefix == ASIDE and bundle_name(step) not in names:
                     self.disk.rename(path, self.directory / bundle_name(step))
-                    self.disk.sync_dir(self.directory)
                     logger.warning("%s: recovered after a crash", bundle_name(step))
                     continue
                 try:
-                    if prefix == ASIDE:
-                        self._remove(path, step)
-                    else:
-                        self.disk.remove_tree(path)
+                    self.disk.remove_tree(path)
                 except OSError as exc:
                     logger.warning("%s is of no use and can't be deleted: %s", path, exc)
 

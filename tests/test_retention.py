@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_bundles import save
 
@@ -67,6 +67,7 @@ def test_infinite_metrics_have_their_place() -> None:
     assert to_prune(bundles, keep_top_k=3, ft_keep_latest_k=None) == [3]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     bundles=st.lists(
         st.tuples(st.integers(0, 99), st.none() | st.floats()), unique_by=lambda b: b[0]
