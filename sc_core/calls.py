@@ -19,39 +19,25 @@ async def settle(
     deadline_s: float,
     work: Callable[[], Awaitable[R]],
     *,
-    then: Callable[[R], None] | None = None,
+    then: Callable[[R], object] | None = None,
 ) -> R:
-    """Await `work` whatever happens to this task, for at most `deadline_s` seconds.
+    """Await `work` whatever is cancelled around it, for at most `deadline_s` seconds.
 
-    A cancel takes effect after `work` has returned, so what it did is known; `then` gets its
-    result in the same synchronous step, also when this task is about to be cancelled. The work
-    runs in a child task: a native `asyncio.Task.cancel()`, which ignores shields, ends the
-    wait only once the child is done.
+    A cancel takes effect at the next await after this one, so what the call did is known; `then`
+    gets its result in the same synchronous step. Shields do not hold a native
+    `asyncio.Task.cancel()`: `SingleController.run` keeps its whole tree in child tasks, where
+    none arrives.
 
     Raises:
         CallTimeout: the deadline passed; whether the call took effect is unknown.
     """
-    outcome: list[R] = []
-    failure: list[Exception] = []
-
-    async def child() -> None:
-        try:
-            with anyio.CancelScope(shield=True), anyio.fail_after(deadline_s) as deadline:
-                result = await work()
-                if then is not None:
-                    then(result)
-                outcome.append(result)
-        except TimeoutError as exc:
-            failure.append(CallTimeout(call, deadline_s) if deadline.cancelled_caught else exc)
-        except Exception as exc:  # carried to the caller, not swallowed
-            failure.append(exc)
-
-    async with anyio.create_task_group() as tg:
-        tg.start_soon(child)
-    if failure:
-        raise failure[0]
-    await anyio.lowlevel.checkpoint_if_cancelled()
-    return outcome[0]
+    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline_s) as scope:
+        result = await work()
+        if then is not None:
+            then(result)
+        return result
+    assert scope.cancelled_caught
+    raise CallTimeout(call, deadline_s)
 
 
 async def in_thread(work: Callable[..., R], *args: Any) -> R:

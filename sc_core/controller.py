@@ -136,8 +136,17 @@ class SingleController:
         """
         if self._pump is not None:
             raise RestoreOrderError("this controller has run; build another one")
+        results: list[RunResult] = []
+
+        async def tree() -> None:
+            results.append(await self._run())
+
         try:
-            return await self._run()
+            # A native asyncio cancel reaches the caller's task, which waits here; the tree is in
+            # a child, so it is cancelled through its scope, and its shields hold.
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(tree)
+            return results[0]
         except BaseException as error:
             cause = root_cause(error)
             if isinstance(cause, Exception):
@@ -193,9 +202,8 @@ class SingleController:
         try:
             return await self._run_on(plane)
         finally:
-            with anyio.CancelScope(shield=True):
-                deadline_s = self._config.async_rl.deadlines.data_plane_s
-                await settle("data_plane.aclose", deadline_s, plane.aclose)
+            deadline_s = self._config.async_rl.deadlines.data_plane_s
+            await settle("data_plane.aclose", deadline_s, plane.aclose)
 
     async def _run_on(self, plane: DataPlane) -> RunResult:
         config, ports, state = self._config, self._ports, self._state

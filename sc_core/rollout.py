@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from sc_core.barrier import CheckpointBarrier
 from sc_core.config import ControllerConfig
@@ -62,14 +63,16 @@ class RolloutPump:
 
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(self._pull)
-            while True:
+        async with anyio.create_task_group() as attempts:
+            attempts.start_soon(self._pull, attempts)
+            while True:  # restored prompts, retries, and whatever a closed gate kept waiting
                 await self._state.wait_until(lambda _: self._next_dispatch() is not None)
-                ready = self._next_dispatch()
-                if ready is not None:
-                    record = self._state.dispatched(*ready)
-                    tg.start_soon(self._attempt, record)
+                self._dispatch(attempts)
+
+    def _dispatch(self, attempts: TaskGroup) -> None:
+        """Start every attempt that may start now."""
+        while (ready := self._next_dispatch()) is not None:
+            attempts.start_soon(self._attempt, self._state.dispatched(*ready))
 
     # choosing --------------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class RolloutPump:
             and state.sampler.admit(ledger) is not None
         )
 
-    async def _pull(self) -> None:
+    async def _pull(self, attempts: TaskGroup) -> None:
         state = self._state
         while True:
             await state.wait_until(self._may_pull)
@@ -99,6 +102,7 @@ class RolloutPump:
             except TimeoutError as exc:
                 raise CallTimeout("source.next_prompt", self._deadlines.source_s) from exc
             state.pulled(pulled)
+            self._dispatch(attempts)
 
     def _next_dispatch(self) -> tuple[int, Stamp | None] | None:
         """The lowest waiting ordinal that may leave now, with its stamp if it needs one."""
@@ -141,10 +145,11 @@ class RolloutPump:
         assert record.start_weight_version is not None
         version = record.start_weight_version
         prompt = Prompt(ordinal=record.ordinal, group_id=record.group_id, payload=record.payload)
+        requests = self._state.requests
         finished: dict[int, Sample] = {}
 
         async def one(sibling: int) -> None:
-            self._state.request_started()
+            requests.set(requests.value + 1)
             try:
                 with anyio.fail_after(self._deadlines.rollout_s):
                     sample = await self._worker.rollout(prompt, sibling, version)
@@ -154,7 +159,7 @@ class RolloutPump:
                     f" {self._deadlines.rollout_s:g} s"
                 ) from exc
             finally:
-                self._state.request_ended()
+                requests.set(requests.value - 1)
             if isinstance(sample, Sample):
                 finished[sibling] = sample
 

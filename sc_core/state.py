@@ -30,7 +30,7 @@ class RunState:
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
         self.stop_reason: str | None = None  #: set once somebody asked the run to stop
         self.save_requested = False
-        self.requests = 0  #: rollout calls under way
+        self.requests = Watched(0)  #: rollout calls under way
         self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
@@ -53,7 +53,7 @@ class RunState:
 
     def pulled(self, pulled: PulledPrompt) -> LedgerRecord:
         record = self.ledger.pull(pulled)
-        self._emit("admitted", ordinal=record.ordinal)
+        self.events.append("admitted", ordinal=record.ordinal)
         return record
 
     def end_of_prompts(self) -> None:
@@ -103,11 +103,12 @@ class RunState:
 
     def selected(self, groups: Sequence[Group], step: int) -> None:
         self.ledger.select(groups)
-        self._emit_each("selected", groups, step=step)
+        self._record_each("selected", groups, step=step)
 
     def abandoned(self, groups: Sequence[Group], step: int) -> None:
         self.ledger.abandon(groups)
-        self._emit_each("abandoned", groups, step=step)
+        self._record_each("abandoned", groups, step=step)
+        self.touch()
 
     def trained(self, groups: Sequence[Group]) -> None:
         """One finished step: the groups are gone, the version is the next, the gate is closed."""
@@ -116,9 +117,10 @@ class RunState:
             self.places.release(group.ordinal)
         self.gate_closed_for = f"weight sync of version {self.ledger.weight_version}"
         self.progress += 1
-        self._emit_each(
+        self._record_each(
             "trained", groups, step=self.ledger.step, weight_version=self.ledger.weight_version
         )
+        self.touch()
 
     def evicted(self, group: Group, *, requeue: bool, reason: str) -> None:
         """A committed group that has become too old: its prompt goes out again, or is dropped."""
@@ -154,14 +156,6 @@ class RunState:
         self.save_requested = True
         self.touch()
 
-    def request_started(self) -> None:
-        self.requests += 1
-
-    def request_ended(self) -> None:
-        self.requests -= 1
-        if self.requests == 0:  # what a draining weight sync waits for
-            self.touch()
-
     def audit(self) -> None:
         """Check the conservation law over ledger, index and places.
 
@@ -174,11 +168,10 @@ class RunState:
         self.events.append(kind, **fields)
         self.touch()
 
-    def _emit_each(self, kind: EventKind, groups: Sequence[Group], **fields: Any) -> None:
+    def _record_each(self, kind: EventKind, groups: Sequence[Group], **fields: Any) -> None:
         self.events.append_many(
             kind, [{"ordinal": g.ordinal, "group_id": g.group_id, **fields} for g in groups]
         )
-        self.touch()
 
 
 class Stopwatch:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import anyio
-
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import settle
@@ -117,8 +115,7 @@ class TrainPump:
                 )
         except BaseException:
             if not finishing:
-                with anyio.CancelScope(shield=True):
-                    await self._abandon(step, groups, opened)
+                await self._abandon(step, groups, opened)
             raise
         self.last_metrics = self._metrics_of(groups, trained)
         await self._clear(groups)

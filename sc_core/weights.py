@@ -10,8 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import anyio
-
 from sc_core.calls import settle
 from sc_core.config import AsyncRlConfig
 from sc_core.errors import WeightSyncError
@@ -41,16 +39,15 @@ class WeightUpdates:
         """
         state, version = self._state, self._state.ledger.weight_version
         if self._drain:
-            await state.wait_until(lambda s: s.requests == 0)
+            await state.requests.wait_until(lambda under_way: under_way == 0)
         try:
             await self._call("pause", self._sync.pause)
             confirmed = await self._call("transfer", lambda: self._sync.transfer(version))
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                try:
-                    await self._call("resume", self._sync.resume)
-                except Exception as exc:  # the error under way says more than this one
-                    logger.error("engines may still be paused: %s", exc)
+            try:
+                await self._call("resume", self._sync.resume)
+            except Exception as exc:  # the error under way says more than this one
+                logger.error("engines may still be paused: %s", exc)
             raise
         await self._call("resume", self._sync.resume)
         wrong = {engine: at for engine, at in confirmed.items() if at != version}

@@ -26,6 +26,7 @@ async def test_a_cancel_takes_effect_after_the_call() -> None:
     started = anyio.current_time()
     with anyio.move_on_after(1) as scope:
         await settle("call", 60, work, then=lambda result: done.append(result))
+        await checkpoint()
         done.append("not reached")
     assert scope.cancelled_caught
     assert done == ["work", "result"]
@@ -65,7 +66,7 @@ async def test_inline_runs_where_it_is_called() -> None:
     assert await inline(threading.get_ident) == threading.get_ident()
 
 
-def test_a_native_cancel_waits_for_the_thread_that_works() -> None:
+def test_a_native_cancel_of_the_parent_waits_for_the_thread_that_works() -> None:
     """`ray.cancel` reaches a coroutine as a bare `Task.cancel()`, which ignores shields."""
 
     async def main() -> tuple[bool, bool]:
@@ -75,14 +76,16 @@ def test_a_native_cancel_waits_for_the_thread_that_works() -> None:
             working.set()
             may_end.wait(10)
 
-        task = asyncio.create_task(settle("save", 60, lambda: in_thread(work)))
+        async def tree() -> None:
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(settle, "save", 60, lambda: in_thread(work))
+
+        task = asyncio.create_task(tree())
         await asyncio.to_thread(working.wait, 10)
-        task.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        task.cancel()  # and once more, for those who insist
-        for _ in range(20):
-            await asyncio.sleep(0)
+        for _ in range(2):  # and once more, for those who insist
+            task.cancel()
+            for _ in range(20):
+                await asyncio.sleep(0)
         ended_early = task.done()
         may_end.set()
         await asyncio.wait([task])

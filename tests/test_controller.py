@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -404,3 +405,34 @@ async def test_a_cancelled_run_leaves_nothing_behind() -> None:
             assert (stats.barrier.mutations, stats.barrier.checkpointing) == (0, False)
             assert (stats.selected, run.engines.paused) == (0, False)
         assert audit(run.log.events).ok or not run.log.events
+
+
+def test_a_native_cancel_of_run_waits_for_the_snapshot_under_way() -> None:
+    """`ray.cancel` and `asyncio.Task.cancel` ignore shields; the window must not open early."""
+
+    async def main() -> None:
+        saving, may_end = asyncio.Event(), asyncio.Event()
+
+        async def slow_save(name: str, point: str) -> None:
+            if (name, point) == ("save_checkpoint", "midway"):
+                saving.set()
+                await may_end.wait()
+
+        run = MemoryRun(settings("windowed"), range(500), hooks=slow_save)
+        task = asyncio.create_task(run.run())
+        await saving.wait()
+        for _ in range(3):
+            task.cancel()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not task.done()
+            assert run.controller is not None
+            assert run.controller.statistics().barrier.checkpointing
+        may_end.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        barrier = run.controller.statistics().barrier
+        assert (barrier.mutations, barrier.checkpointing) == (0, False)
+        assert run.store.rows.keys() == owned_rows(run)
+
+    asyncio.run(main())
