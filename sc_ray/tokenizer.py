@@ -23,11 +23,10 @@ class Tokenizer:
         self.eos_id: int = pipeline.eos_token_id
         pad = pipeline.pad_token_id
         self.pad_id: int = self.eos_id if pad is None else pad  #: masked wherever it is used
-        closed = isinstance(pipeline.backend_tokenizer.model, models.WordLevel)
-        # None: the vocabulary can spell any text
-        self._alphabet = (
-            frozenset(t for t in pipeline.get_vocab() if len(t) == 1) if closed else None
-        )
+        # None: a vocabulary that can spell any text
+        self._characters: dict[str, int] | None = None
+        if isinstance(pipeline.backend_tokenizer.model, models.WordLevel):
+            self._characters = {t: number for t, number in self.vocabulary().items() if len(t) == 1}
 
     @classmethod
     def of_characters(cls, alphabet: Iterable[str]) -> Tokenizer:
@@ -85,19 +84,24 @@ class Tokenizer:
         Raises:
             DataFailure: a character is not in the vocabulary.
         """
-        if self._alphabet is not None:
-            for character in text:
-                if character not in self._alphabet:
-                    raise DataFailure(
-                        f"the tokenizer has no token for {character!r} in prompt {text!r};"
-                        f" it knows {''.join(sorted(self._alphabet))!r}"
-                    )
-        ids: list[int] = self._pipeline(text)["input_ids"]
-        return ids
+        known = self._characters
+        if known is None:
+            ids: list[int] = self._pipeline.backend_tokenizer.encode(text).ids
+            return ids
+        try:
+            return [known[character] for character in text]
+        except KeyError as exc:
+            (unknown,) = exc.args
+            raise DataFailure(
+                f"the tokenizer has no token for {unknown!r} in prompt {text!r}; it knows"
+                f" {''.join(sorted(known))!r}"
+            ) from None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
-        text: str = self._pipeline.decode(token_ids, skip_special_tokens=False)
+        text: str = self._pipeline.backend_tokenizer.decode(
+            list(token_ids), skip_special_tokens=False
+        )
         return text
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
