@@ -256,11 +256,15 @@ class Books:
                 return
             prompt = self._comes_alive(ordinal, allowed[0])  # so that it is said once
             prompt.group_id = event.group_id
-        if prompt.state not in allowed:
+        if prompt.state in allowed:
+            self._check_group(event, ordinal, prompt)
+        else:
             self._wrong(event, f"{kind} while {prompt.state}, not {' or '.join(allowed)}")
         prompt.state = state
-        self._check_group(event, ordinal, prompt)
+        if kind != "redispatched":
+            prompt.group_id = event.group_id
         if kind == "dispatched":
+            prompt.attempt = max(prompt.attempt, _attempt(ordinal, event.group_id))
             self._stamped(event, prompt)
         elif kind in ("selected", "abandoned"):
             if event.step is not None and event.step <= self.step:
@@ -281,14 +285,12 @@ class Books:
 
     def _check_group(self, event: Event, ordinal: int, prompt: Prompt) -> None:
         kind, group = event.event, event.group_id
-        named = _GROUP_ID.fullmatch(group or "")
-        if named is None or int(named[1]) != ordinal:
+        attempt = _attempt(ordinal, group)
+        if attempt < 0:
             self._wrong(event, f"{kind} as group {group}, which is no attempt at this prompt")
         elif kind in ("dispatched", "redispatched"):
-            if int(named[2]) <= prompt.attempt:
+            if attempt <= prompt.attempt:
                 self._wrong(event, f"{kind} as group {group}; {prompt.group_id} went out before")
-            if kind == "dispatched":
-                prompt.group_id, prompt.attempt = group, int(named[2])
         elif kind != "dropped" and group != prompt.group_id:
             self._wrong(event, f"{kind} as group {group}; {prompt.group_id} went out last")
         elif kind == "committed" and prompt.weight_version is not None:
@@ -320,3 +322,9 @@ class Books:
 
     def _wrong(self, event: Event, problem: str) -> None:
         self._findings.add(event.seq, event.ordinal, problem)
+
+
+def _attempt(ordinal: int, group: str | None) -> int:
+    """The number of the attempt in a group id of this prompt, else -1."""
+    named = _GROUP_ID.fullmatch(group or "")
+    return int(named[2]) if named is not None and int(named[1]) == ordinal else -1

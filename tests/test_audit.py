@@ -535,12 +535,25 @@ BROKEN: list[tuple[str, Callable[[], Story], Change, str]] = [
 ]
 
 
+MORE_THAN_ONE = {  # the log goes on as if nothing had happened, which is wrong as well
+    "dropped while selected": 2,
+    "evicted while in flight": 2,
+    "aborted while ready": 2,
+    "an attempt that goes out twice": 2,
+    "a late commit of an old attempt": 2,
+    "the group of another prompt": 2,
+    "a first attempt with an old stamp": 2,
+    "a retry with an older stamp": 2,
+    "a step is left out": 3,
+}
+
+
 @pytest.mark.parametrize(
-    ("lawful", "change", "problem"),
-    [pytest.param(*case, id=name) for name, *case in BROKEN],
+    ("lawful", "change", "problem", "count"),
+    [pytest.param(*case, MORE_THAN_ONE.get(name, 1), id=name) for name, *case in BROKEN],
 )
 def test_one_wrong_event_is_found(
-    lawful: Callable[[], Story], change: Change, problem: str
+    lawful: Callable[[], Story], change: Change, problem: str, count: int
 ) -> None:
     events = lawful().log.events
     if change(events) != events:
@@ -548,6 +561,7 @@ def test_one_wrong_event_is_found(
     report = audit(change(events))
     assert not report.ok
     assert problem in str(report.violations[0])
+    assert report.violation_count == count
     assert str(report).startswith("conservation is broken, ")
 
 
@@ -557,6 +571,53 @@ def test_one_missing_event_of_a_prompt_is_told_once() -> None:
     assert [str(violation) for violation in report.violations] == [
         "seq 4: ordinal 0: dispatched after it was never admitted"
     ]
+
+
+def test_a_prompt_that_is_only_trained_is_counted_as_trained() -> None:
+    log = MemoryEventLog("a")
+    log.append("run_started", step=0, weight_version=0)
+    log.append("trained", ordinal=0, group_id="0.0", step=1, weight_version=1)
+    report = audit(log.events)
+    assert [str(violation) for violation in report.violations] == [
+        "seq 2: ordinal 0: trained after it was never admitted"
+    ]
+    assert (report.prompts, report.trained, report.pending) == (1, 1, {})
+
+
+def test_an_end_that_happens_twice_is_counted_once() -> None:
+    report = audit(twice("trained", 0)(clean().log.events))
+    assert (report.trained, report.prompts, report.pending) == (4, 6, {"waiting": 1})
+
+
+def test_a_loose_end_is_told_once() -> None:
+    story = Story().ready(0).tell("evicted", 0, reason="stale")
+    story.crash("b", back_to=story.cut()).attempts[0] = 1
+    assert story.dispatch(0).commit(0).stop().report().violation_count == 1
+
+
+def test_a_run_need_not_begin_at_step_0() -> None:
+    log = MemoryEventLog("a")
+    log.append("run_started", step=7, weight_version=9)
+    story = Story()
+    story.log, story.step = log, 7
+    report = story.admit(0).tell("dispatched", 0, weight_version=9).commit(0, start=9).select(0)
+    report.tell("trained", 0, step=8, weight_version=8)
+    assert [str(violation) for violation in story.report().violations] == [
+        "seq 6: ordinal 0: trained goes back to weight version 8 from version 9"
+    ]
+    assert (story.report().step, story.report().weight_version) == (8, 9)
+
+
+def test_steps_and_versions_that_are_left_out_are_not_checked() -> None:
+    log = MemoryEventLog("a")
+    log.append("run_started")
+    log.append("admitted", ordinal=0)
+    log.append("dispatched", ordinal=0, group_id="0.0")
+    log.append("committed", ordinal=0, group_id="0.0")
+    log.append("selected", ordinal=0, group_id="0.0")
+    log.append("weight_sync")
+    log.append("stopped")
+    assert audit(log.events).violations == ()
 
 
 def test_a_prompt_beyond_all_that_were_admitted_is_found() -> None:
