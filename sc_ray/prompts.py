@@ -78,7 +78,7 @@ class TaskPrompts:
             raise RestoreError(f"{position!r} is no position of a prompt: {exc}") from exc
         if at.epoch < 0 or not 0 <= at.index <= len(self._prompts):
             raise RestoreError(
-                f"{position!r} fits no {len(self._prompts)} prompts; were they changed?"
+                f"{position!r} is no position in a list of {len(self._prompts)} prompts"
             )
         self._move(at)
 

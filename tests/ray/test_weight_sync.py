@@ -1,0 +1,213 @@
+"""Weights through a file: what is left of it, who confirmed it, and who is resumed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from sc_core.errors import ConfigError, WeightSyncError, WorkerDied
+from sc_ray.weights import FileWeightSync
+
+pytestmark = pytest.mark.anyio
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.weights = "w0"
+
+    async def export_weights(self, path: Path) -> None:
+        await checkpoint()
+        path.write_text(self.weights)
+
+
+class Engine:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log: list[str] = []
+        self.weights = ""
+        self.broken: set[str] = set()
+        self.confirms: Callable[[int], int] = lambda version: version
+
+    async def pause(self) -> None:
+        await self._note("pause")
+
+    async def resume(self) -> None:
+        await self._note("resume")
+
+    async def load_weights(self, path: Path, version: int) -> int:
+        await self._note("load")
+        self.weights = path.read_text()
+        return self.confirms(version)
+
+    async def _note(self, call: str) -> None:
+        self.log.append(call)
+        await checkpoint()
+        if call in self.broken:
+            raise WorkerDied(self.name, "it was killed")
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    return [Engine("a"), Engine("b"), Engine("c")]
+
+
+def files(sync: FileWeightSync) -> list[str]:
+    return sorted(path.name for path in sync.directory.glob("*.safetensors"))
+
+
+def left_in(parent: Path) -> list[str]:
+    return sorted(path.name for path in parent.iterdir())
+
+
+async def test_every_engine_confirms_what_it_loaded_and_older_files_go(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        for version in (4, 5):
+            trainer.weights = f"w{version}"
+            assert await sync.transfer(version) == {"a": version, "b": version, "c": version}
+            assert {engine.weights for engine in engines} == {f"w{version}"}
+            assert files(sync) == [f"run-1-v{version}.safetensors"]
+        engines[1].confirms = lambda version: 5
+        assert await sync.transfer(6) == {"a": 6, "b": 5, "c": 6}
+        assert len(files(sync)) == 2, "nothing is removed before all have confirmed"
+
+
+async def test_nobody_else_can_look_into_the_directory(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        assert stat.S_IMODE(sync.directory.stat().st_mode) == 0o700
+        await sync.transfer(1)
+    sync.close()
+    assert left_in(tmp_path) == []
+
+
+def test_weights_lie_in_shared_memory_where_there_is_some(
+    trainer: Trainer, engines: list[Engine]
+) -> None:
+    shared = Path("/dev/shm")
+    with FileWeightSync(trainer, engines, run_id="test-of-place") as sync:
+        if os.access(shared, os.W_OK):
+            assert sync.directory.parent == shared
+    assert not sync.directory.exists()
+
+
+async def test_an_engine_that_fails_is_named_and_the_others_load(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    engines[0].broken = engines[2].broken = {"load"}
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        with pytest.raises(WeightSyncError) as caught:
+            await sync.transfer(3)
+    assert str(caught.value) == (
+        "load of version 3 failed on a: a died: it was killed; c: c died: it was killed"
+    )
+    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert engines[1].weights == "w0"
+
+
+async def test_all_engines_are_paused_and_resumed_whichever_fails(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    engines[0].broken = {"pause", "resume"}
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        for call in (sync.pause, sync.resume):
+            with pytest.raises(WeightSyncError, match="failed on a: a died: it was killed$"):
+                await call()
+    assert [engine.log for engine in engines] == [["pause", "resume"]] * 3
+
+
+async def test_a_failed_export_asks_nothing_of_the_engines(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        (sync.directory / "run-1-v1.safetensors").mkdir()
+        with pytest.raises(IsADirectoryError):
+            await sync.transfer(1)
+    assert [engine.log for engine in engines] == [[], [], []]
+
+
+# other runs -----------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sc_ray.weights import FileWeightSync
+class Engine: name = "a"
+FileWeightSync(None, [Engine()], run_id="run-1", parent=Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_of_its_name(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    (left,) = left_in(tmp_path)
+    with FileWeightSync(trainer, engines, run_id="run", parent=tmp_path):
+        assert left in left_in(tmp_path), "that was another run"
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        assert left_in(tmp_path) == [sync.directory.name]
+
+
+def test_a_run_that_lives_keeps_its_files(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as one:
+        with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as other:
+            assert left_in(tmp_path) == sorted([one.directory.name, other.directory.name])
+
+
+def test_nothing_but_directories_of_our_own_is_removed(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    (parent / "single-controller.run-1.link").symlink_to(precious)
+    (parent / "single-controller.run-1.file").write_text("x")
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=parent):
+        pass
+    assert left_in(parent) == ["single-controller.run-1.file", "single-controller.run-1.link"]
+    assert left_in(precious) == ["file"]
+
+
+@pytest.mark.parametrize("run_id", ["", "../up", "a b", "a*", "ä"])
+def test_a_run_id_must_be_fit_for_a_file_name(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, run_id: str
+) -> None:
+    with pytest.raises(ConfigError, match="run id"):
+        FileWeightSync(trainer, engines, run_id=run_id, parent=tmp_path)
+    with pytest.raises(ConfigError, match="at least one engine"):
+        FileWeightSync(trainer, [], run_id="run-1", parent=tmp_path)
+    assert left_in(tmp_path) == []
+
+
+async def test_a_cancelled_transfer_can_be_repeated(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await sync.transfer(1)
+        assert scope.cancelled_caught
+        trainer.weights = "w1"
+        assert await sync.transfer(1) == {"a": 1, "b": 1, "c": 1}
+        assert {engine.weights for engine in engines} == {"w1"}
