@@ -15,33 +15,29 @@ _LINE_EVERY_S = 1.0
 
 
 class Console:
-    """Lines for people. On a terminal, the last one is rewritten at every step."""
+    """Lines for people. On a terminal, the state of the run is one line that changes in place."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._live = stream.isatty()
         self._clock = clock
         self._shown = 0  #: characters of the line that may be overwritten
-        self._last_line = ""
+        self._last_step: int | None = None  #: that has a line of its own
         self._last_at = float("-inf")
 
     def say(self, line: str) -> None:
         """A line that stays."""
         self._write(f"{self._erase()}{line}\n")
 
-    def step(self, line: str) -> None:
-        """The present state; shown again only if it differs."""
-        if line == self._last_line:
-            return
+    def state(self, step: int, line: str) -> None:
+        """The present state. Where lines stay, each step gets one at most, and a second one."""
         if self._live:
             line = line[: shutil.get_terminal_size().columns - 1]
             self._write(self._erase() + line)
             self._shown = len(line)
-        elif self._clock() - self._last_at >= _LINE_EVERY_S:
+        elif step != self._last_step and self._clock() - self._last_at >= _LINE_EVERY_S:
             self._write(f"{line}\n")
-        else:
-            return
-        self._last_line, self._last_at = line, self._clock()
+            self._last_step, self._last_at = step, self._clock()
 
     def _erase(self) -> str:
         shown, self._shown = self._shown, 0
@@ -58,15 +54,16 @@ class Console:
 def step_line(status: Mapping[str, Any], max_steps: int) -> str:
     """The last finished step in one line; empty before the first."""
     last = status.get("last_metrics") or {}
-    if "step" not in last:
-        return ""
+    if "timing/train/total_step_time" not in last:
+        return ""  # no step yet, or one that is just ending
+    waited_s = last.get("timing/rollout_checkpoint/barrier_wait_seconds", 0.0)
     return (
         f"step {last['step']}/{max_steps}"
-        f"  reward {last.get('train/reward', 0.0):.3f}"
-        f"  staleness {last.get('train/staleness_versions_mean', 0.0):.2f}"
-        f"  places {status.get('places_held', 0)}/{status.get('places_capacity', 0)}"
-        f"  barrier wait {last.get('rollout/commit_wait_s', 0.0):.2f} s"
-        f"  {last.get('timing/train/total_step_time', 0.0):.2f} s/step"
+        f"  reward {last['train/reward']:.3f}"
+        f"  staleness {last['train/staleness_versions_mean']:.2f}"
+        f"  places {status['places_held']}/{status['places_capacity']}"
+        f"  barrier wait {1000 * waited_s:.0f} ms"
+        f"  {last['timing/train/total_step_time']:.2f} s/step"
     )
 
 

@@ -144,7 +144,7 @@ class _View:
         bundles = published(self._run.path)
         line = step_line(status, self._max_steps)
         if line:
-            self._console.step(line)
+            self._console.state(status["step"], line)
         for name, identity in reversed(bundles.items()):
             if self._bundles.get(name) != identity:
                 self._console.say(f"saved {self._run.path / CHECKPOINTS / name}")
