@@ -48,7 +48,7 @@ STAGED = "tmp_step_"  #: being written, or left by a crash; never read
 ASIDE = "old_step_"  #: replaced by a newer bundle of the same step, unless a crash came between
 TRASH = "trash_step_"  #: no longer a bundle; being deleted
 
-_STEP = re.compile(r"((?:tmp_|old_|trash_)?step_)(0|[1-9][0-9]{0,17})", re.ASCII)
+_STEP = re.compile(r"((?:tmp_|old_|trash_)?step_)(0|[1-9][0-9]{0,17})")
 
 
 def bundle_name(step: int) -> str:

@@ -81,7 +81,7 @@ def prune(
         keep_top_k=config.keep_top_k,
         ft_keep_latest_k=config.ft_keep_latest_k,
         higher_is_better=config.higher_is_better,
-        protected={newest, *protected},
+        protected=protected,
     ):
         try:
             store.discard(step)

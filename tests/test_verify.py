@@ -92,6 +92,7 @@ def test_a_path_may_be_relative(bundles: Path, monkeypatch: pytest.MonkeyPatch) 
     assert verify(Path("step_4")).path == bundles / "step_4"
     monkeypatch.chdir(bundles / "step_4")
     assert verify(Path("../step_2")).path == bundles / "step_2"
+    assert verify(Path()).path == bundles / "step_4"
 
 
 @pytest.mark.parametrize("name", ["step_04", "tmp_step_4", "trash_step_4", "step_x", "copy"])
@@ -226,6 +227,13 @@ def test_a_manifest_that_leaves_out_a_file_is_refused(bundles: Path) -> None:
         reseal(bundle, files=files)
         refused = damage(bundle)
         assert (refused.file, refused.reason) == (name, "not listed in MANIFEST.json")
+
+
+@pytest.mark.parametrize("name", [n for n in WRITTEN if "/" not in n and n != "MANIFEST.json"])
+def test_what_every_bundle_has_can_not_be_left_out(bundles: Path, name: str) -> None:
+    (bundles / "step_4" / name).unlink()
+    reseal(bundles / "step_4")
+    assert str(damage(bundles / "step_4")) == f"step_4: {name}: missing"
 
 
 # who may change it ----------------------------------------------------------------------------
@@ -363,6 +371,16 @@ def test_deeply_nested_settings_are_refused(bundles: Path) -> None:
     config.write_text('{"a":' + "[" * manifest.MAX_NESTING + "]" * manifest.MAX_NESTING + "}")
     reseal(bundles / "step_4")
     assert damage(bundles / "step_4").file == "config.yaml"
+
+
+def test_a_deeply_nested_position_is_refused(bundles: Path) -> None:
+    file = bundles / "step_4" / "train_dataloader.msgpack"
+    deep = msgspec.msgpack.decode(b"\x91" * manifest.MAX_NESTING + b"\x90")
+    file.write_bytes(
+        msgspec.msgpack.encode({**msgspec.msgpack.decode(file.read_bytes()), "position": deep})
+    )
+    reseal(bundles / "step_4")
+    assert damage(bundles / "step_4").file == file.name
 
 
 # what contradicts itself -------------------------------------------------------------------------
