@@ -674,7 +674,7 @@ def test_a_log_may_grow_while_it_is_audited(monkeypatch: pytest.MonkeyPatch) -> 
             return iter(next(growing))
 
     report = audit(Log())
-    assert (report.prompts, report.violations) == (1, ())
+    assert (report.prompts, report.undone_events, report.violations) == (1, 0, ())
 
 
 # bundles -------------------------------------------------------------------------------

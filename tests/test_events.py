@@ -102,12 +102,15 @@ def test_a_torn_last_line_is_left_out_and_cut_off(path: Path, cut_at: int) -> No
     assert [event.ordinal for event in read_events(path)] == [None, 0, 1, 2]
 
 
-def test_what_a_power_cut_makes_of_the_last_line_is_cut_off_too(path: Path) -> None:
+def test_what_a_power_cut_makes_of_the_last_line_is_cut_off_too(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = written(path)
     path.write_bytes(b"".join(whole) + b'{"seq":5,"t":1\0\0\0\0\0\n')
     assert [event.seq for event in read_events(path)] == [1, 2, 3, 4]
     JsonlEventLog(path).close()
     assert path.read_bytes() == b"".join(whole)
+    assert caplog.messages == [f"{path}: cut off a torn last line of 20 bytes"]
 
 
 @pytest.mark.parametrize(
@@ -182,11 +185,16 @@ def test_sync_makes_content_and_name_durable(path: Path, monkeypatch: pytest.Mon
     assert synced == [str(path), str(path.parent), str(path)]
 
 
-def test_a_closed_log_takes_nothing(path: Path) -> None:
-    log = JsonlEventLog(path)
+def test_a_closed_log_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or close(fd))  # type: ignore[func-returns-value]
+    log = JsonlEventLog(str(path), incarnation="a")
     log.append("run_started")
+    assert repr(log) == f"<JsonlEventLog {path} at 1, incarnation a>"
     log.close()
     log.close()
+    assert len(closed) == 1
     with pytest.raises(OSError, match=r"events\.jsonl"):
         log.append("stopped")
     assert [event.event for event in read_events(path)] == ["run_started"]
@@ -232,7 +240,7 @@ def test_a_crash_in_memory_may_lose_what_was_not_synced() -> None:
 
 def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    opened = JsonlMetrics(path)
+    opened = JsonlMetrics(str(path))
     metrics: MetricsSink = opened
     metrics.write({"step": 1, "train/loss": math.nan, "train/grad_norm": math.inf, "name": "x"})
     assert json.loads(path.read_text()) == {
@@ -242,6 +250,8 @@ def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
         "name": "x",
     }
     opened.close()
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        metrics.write({"step": 2})
 
 
 def test_numbers_of_other_libraries_are_written_as_floats(tmp_path: Path) -> None:
