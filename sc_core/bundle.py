@@ -22,7 +22,6 @@ from sc_core.staging import saving
 logger = logging.getLogger(__name__)
 
 LOCK = ".writer.lock"
-_PROBE = ".probe"
 
 
 class BundleStore:
@@ -43,6 +42,7 @@ class BundleStore:
         self.disk = disk
         self.key = key
         self.published: int | None = None  #: step of the last bundle that this store published
+        self.expected_bytes = 0  #: of the next bundle: the size of the last one, if it is known
         self._now = now
         self._lock: DiskLock | None = None
 
@@ -79,35 +79,22 @@ class BundleStore:
             self._lock.release()
             self._lock = None
 
-    def preflight(self, expected_bytes: int) -> None:
-        """Check that a bundle of that size can be written now.
-
-        Raises:
-            SaveError: not enough space, with what is needed and what is free; or not writable.
-        """
-        self._check_lock()
-        with saving("writing to", self.directory):
-            probe = self.directory / _PROBE
-            self.disk.remove_tree(probe)
-            self.disk.make_dir(probe)
-            self.disk.write(probe / _PROBE, b"\0" * 4096)
-            self.disk.remove_tree(probe)
-            free = self.disk.free_bytes(self.directory)
-        if free < expected_bytes:
-            raise SaveError(
-                f"{self.directory} has {free:,} bytes free and a bundle needs about"
-                f" {expected_bytes:,}; free {expected_bytes - free:,} bytes or keep fewer bundles"
-            )
-
     def stage(self, step: int) -> Staged:
         """Make an empty `tmp_step_N`; one left by an earlier attempt is removed.
 
         Raises:
-            SaveError: also if `step_N` exists and is no directory.
+            SaveError: there is no space for another bundle as large as the last one, the
+                directory can't be written, or `step_N` exists and is no directory.
         """
         self._check_lock()
         path = self.directory / f"{STAGED}{step}"
         with saving("staging", path):
+            free, needed = self.disk.free_bytes(self.directory), self.expected_bytes
+            if free < needed:
+                raise SaveError(
+                    f"{self.directory} has {free:,} bytes free and a bundle needs about"
+                    f" {needed:,}; free {needed - free:,} bytes or keep fewer bundles"
+                )
             self._target(step)
             self.disk.remove_tree(path)
             self.disk.make_dir(path)
@@ -130,7 +117,7 @@ class BundleStore:
                 way `step_N`, if it existed, is the old bundle or the new one.
         """
         staged.write_cut(cut=cut, digest=digest, config=config, metrics=metrics)
-        staged.seal()
+        self.expected_bytes = staged.seal()
         self._check_lock()
         final = self.directory / bundle_name(staged.step)
         with saving("publishing", final):

@@ -213,6 +213,8 @@ class SingleController:
         weights = WeightUpdates(state, ports.weight_sync, config.async_rl)
         window = finaliser = None
         if ports.bundles is not None and config.checkpointing.enabled:
+            if self._bundle is not None:
+                ports.bundles.expected_bytes = self._bundle.manifest.total_bytes
             finaliser = BundleFinaliser(
                 state,
                 ports.bundles,

@@ -76,6 +76,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cut_digest: str
     files: dict[str, FileSeal]  #: by path inside the bundle, with `/`
 
+    @property
+    def total_bytes(self) -> int:
+        return sum(seal.size for seal in self.files.values())
+
 
 class TrainingInfo(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = "training_info.v1"

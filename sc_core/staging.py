@@ -105,10 +105,11 @@ class Staged:
             step=cut.step, weight_version=cut.weight_version, cut_digest=digest, files={}
         )
 
-    def seal(self) -> None:
+    def seal(self) -> int:
         """Hash every file into `MANIFEST.json`, written last, and make all of it durable.
 
-        Takes the right to write from other users on the way. Repeating it is fine.
+        Returns the size of the sealed files, in bytes. Takes the right to write from other
+        users on the way. Repeating it is fine.
 
         Raises:
             SaveError: something is no regular file, or belongs to another user, or
@@ -125,6 +126,7 @@ class Staged:
             self._write(MANIFEST, seal_manifest(manifest, self._key))
             self._disk.sync(self.path / MANIFEST)
             self._disk.sync_dir(self.path)
+        return manifest.total_bytes
 
     def _seal_directory(self, path: Path, inside: str, files: dict[str, FileSeal]) -> None:
         if inside.count("/") > MAX_PATH_DEPTH:

@@ -52,7 +52,6 @@ def test_a_bundle_on_a_real_disk_has_its_files_and_nobody_else_can_touch_them(
 ) -> None:
     store = BundleStore(tmp_path / "runs" / "checkpoints", now=lambda: NOW)
     store.open()
-    store.preflight(1 << 20)
     path = save(store, 4, metrics={"train/reward": 0.5, "loss": float("nan")})
     assert path == tmp_path / "runs" / "checkpoints" / "step_4"
     assert sorted(os.listdir(path.parent)) == [LOCK, "step_4"]
@@ -232,18 +231,24 @@ def test_a_bundle_moved_aside_gets_its_name_back() -> None:
     assert back.path.name == "step_4"
 
 
-def test_preflight_says_how_much_is_needed_and_free(tmp_path: Path) -> None:
-    disk = MemoryDisk(free=5000)
+def test_staging_says_how_much_is_needed_and_free() -> None:
+    disk = MemoryDisk(free=100_000)
     store = open_store(disk)
-    store.preflight(5000)
-    with pytest.raises(SaveError, match=r"5,000 bytes free and a bundle needs about 12,345"):
-        store.preflight(12_345)
-    assert list(disk.entries(RUN)) == [LOCK]
-    disk.hook = failing("write", ".probe", errno.EROFS)
+    save(store, 4)
+    needed = store.expected_bytes
+    assert needed == sum(
+        disk.size(RUN / "step_4" / name) for name in WRITTEN if name != manifest.MANIFEST
+    )
+    disk.free = needed
+    store.stage(5)
+    disk.free = needed - 1
+    message = f"has {needed - 1:,} bytes free and a bundle needs about {needed:,}; free 1 bytes"
+    with pytest.raises(SaveError, match=message):
+        store.stage(6)
+    assert set(disk.entries(RUN)) == {LOCK, "step_4", "tmp_step_5"}
+    disk.hook = failing("make_dir", "tmp_step_5", errno.EROFS)
     with pytest.raises(SaveError, match="read-only: choose another directory"):
-        store.preflight(10)
-    disk.hook = None
-    store.preflight(10)  # what the failed one left is in nobody's way
+        store.stage(5)
 
 
 # what is refused --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from sc_core.errors import (
     PromptDropped,
     RestoreOrderError,
     RowsNotCleared,
+    SaveError,
     StallError,
     WeightSyncError,
 )
@@ -436,3 +437,17 @@ def test_a_native_cancel_of_run_waits_for_the_snapshot_under_way() -> None:
         assert run.store.rows.keys() == owned_rows(run)
 
     asyncio.run(main())
+
+
+async def test_a_full_disk_is_noticed_before_anything_is_written() -> None:
+    run = MemoryRun(settings(steps=6), range(500))
+
+    def fill_up(event: Event) -> bool:
+        if event.event == "checkpoint":
+            run.disk.free = 1000
+        return False
+
+    with pytest.raises(SaveError, match=r"/checkpoints has 1,000 bytes free and a bundle needs"):
+        await run.run(crash_when=fill_up)
+    assert run.bundles() == [3]
+    assert "tmp_step_6" not in run.disk.entries(run.directory)
