@@ -246,6 +246,7 @@ def test_staging_says_how_much_is_needed_and_free() -> None:
     with pytest.raises(SaveError, match=message):
         store.stage(6)
     assert set(disk.entries(RUN)) == {LOCK, "step_4", "tmp_step_5"}
+    disk.free = needed
     disk.hook = failing("make_dir", "tmp_step_5", errno.EROFS)
     with pytest.raises(SaveError, match="read-only: choose another directory"):
         store.stage(5)
