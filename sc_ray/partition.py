@@ -18,6 +18,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict
+from transfer_queue import StorageKeyNotFoundError
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 
@@ -121,7 +122,10 @@ class Partition:
             raise await self._why_unreadable(sample_ids, names)
         if not names:
             return {}
-        data = await self._client.async_get_data(meta.select_fields(list(names)))
+        try:
+            data = await self._client.async_get_data(meta.select_fields(list(names)))
+        except StorageKeyNotFoundError:  # cleared meanwhile
+            raise MissingRows(sample_ids) from None
         # a row cleared meanwhile gives its index to the next new row, whose values these may be
         if (await self._meta(sample_ids)).global_indexes != meta.global_indexes:
             raise MissingRows(sample_ids)

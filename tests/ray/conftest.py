@@ -1,0 +1,40 @@
+"""Real Ray, real TransferQueue, real clocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+# Read when Ray and TransferQueue are imported, here and in every process that Ray starts.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("TQ_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import ray
+
+from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
+
+
+@pytest.fixture(params=["asyncio", "uvloop", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """A virtual clock would jump over deadlines while other threads and processes work."""
+    if request.param == "trio":
+        return "trio", {}
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for all tests; its CPUs are numbers only."""
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bootstrap(local_ray: None) -> Iterator[TransferQueueBootstrap]:
+    """A TransferQueue for the module; Ray can have one at a time."""
+    with TransferQueueBootstrap(TransferQueueSpec(deadline_s=20)) as started:
+        yield started
