@@ -93,15 +93,15 @@ def _train(options: argparse.Namespace) -> int:
         try:
             return _train_under(signals, options)
         except Interrupted as exc:
-            return _complain(ScError(f"{exc} before the run had started"), FAILED)
+            print(f"sc_ray: {exc} before training had begun; nothing was changed", file=sys.stderr)
+            return STOPPED if published(_out(options)) else FAILED
 
 
 def _train_under(signals: Any, options: argparse.Namespace) -> int:
     from sc_ray.settings import load_config  # torch comes with it, and takes its seconds
 
     config = load_config(options.config, options.settings)
-    out = options.out or Path("runs") / Path(options.config).stem
-    with RunDirectory(out) as run:
+    with RunDirectory(_out(options)) as run:
         run.report("starting")
         try:
             phase, status = _run(signals, options, config, run)
@@ -110,6 +110,10 @@ def _train_under(signals: Any, options: argparse.Namespace) -> int:
             raise
         run.report(phase, _without_phase(run.path))
         return status
+
+
+def _out(options: argparse.Namespace) -> Path:
+    return options.out or Path("runs") / Path(options.config).stem
 
 
 def _run(
@@ -125,6 +129,8 @@ def _run(
 
     console = Console(sys.stdout)
     resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
+    if isinstance(resume, Path) and not resume.is_dir():
+        raise ConfigError(f"--resume: there is no checkpoint {resume}; auto takes the newest")
     prepared = Prepared.of(config)
     with ExitStack() as on_exit:
         args = setup_single_controller(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sc_core.disk import LOCAL, DiskLock
-from sc_core.errors import RunInUse, ScError
+from sc_core.errors import RunInUse, SaveError, ScError
 from sc_core.verify import candidates
 
 CHECKPOINTS, EVENTS, METRICS, LOGS = "checkpoints", "events.jsonl", "metrics.jsonl", "logs"
@@ -37,13 +37,19 @@ class RunDirectory:
 
     Raises:
         RunInUse: another driver has it; names its process.
-        OSError: it can't be made or written.
+        SaveError: it can't be made or written.
     """
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.path = path.resolve()
-        self._lock: DiskLock = LOCAL.lock(self.path / LOCK)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self.path = path.resolve()
+            self._lock: DiskLock = LOCAL.lock(self.path / LOCK)
+        except OSError as exc:
+            raise SaveError(
+                f"the run directory {path} can't be written: {exc.strerror or exc}; choose"
+                " another one by --out"
+            ) from exc
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -9,8 +9,9 @@ import difflib
 import hashlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,17 +19,17 @@ from typing import Any, Literal
 import anyio
 import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sc_core.bundle import BundleStore
 from sc_core.calls import in_thread
 from sc_core.controller import Ports, SingleController
-from sc_core.errors import ConfigError
+from sc_core.errors import ConfigError, RunInUse
 from sc_core.events import JsonlEventLog, JsonlMetrics
 from sc_core.ports import DataPlane
 from sc_core.restore import ReadyStore, SentStore, restore
 from sc_core.samplers import build_sampler, check_capacity
 from sc_ray.actor import SingleControllerActor
+from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.estimators import GrpoAdvantages
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor, GenerationSpec
@@ -45,14 +46,8 @@ from sc_ray.weights import FileWeightSync
 
 Resume = Literal["auto", "never"] | Path
 
-_OBJECT_STORE_BYTES = 256 << 20
-"""Rows and weights do not go through it; only prompts, completions and reports do."""
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # a run talks to nobody outside
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every start prints a notice about it
-    "TQ_LOGGING_LEVEL": "WARNING",
-    "TQ_NUM_THREADS": "1",
-}
+_ORPHANS_LIVE_S = 60.0
+"""A killed driver's actor ends as soon as Ray's daemons, which die with the driver, are gone."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +75,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
-            _check_cpus(config, config.cluster.num_cpus)
+            check_cpus(config, config.cluster.num_cpus)
         return cls(task=task, tokenizer=tokenizer)
 
 
@@ -168,12 +163,12 @@ def setup_single_controller(
     prepared = prepared or Prepared.of(config)
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     store = open_store(run_dir)
-    store.open()  # before Ray: it refuses a directory that can't be written
+    _become_writer(store, say)  # before Ray: it refuses a directory that can't be written
     with ExitStack() as here:
         here.callback(store.close)  # the actor opens it again
         say("starting Ray")
-        node = _start_ray(config, run_dir, on_exit)
-        generation = _start_generation(config, prepared, node, on_exit)
+        start_ray(config, run_dir / LOGS, on_exit)
+        generation = _start_generation(config, prepared, on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -183,7 +178,7 @@ def setup_single_controller(
         )
         bootstrap = TransferQueueBootstrap(rows)
         on_exit.callback(bootstrap.close)
-        trainer = _start_trainer(config, prepared, rows, node, on_exit)
+        trainer = _start_trainer(config, prepared, rows, on_exit)
         ready = anyio.run(
             partial(
                 restore,
@@ -213,14 +208,30 @@ def setup_single_controller(
     )
 
 
+def _become_writer(store: BundleStore, say: Callable[[str], None]) -> None:
+    """Open the store, once the processes of a driver that was killed have noticed and ended."""
+    give_up = time.monotonic() + _ORPHANS_LIVE_S
+    waiting = False
+    while True:
+        try:
+            return store.open()
+        except RunInUse:
+            if time.monotonic() > give_up:
+                raise
+        if not waiting:
+            say("waiting for the processes of an earlier start to end")
+            waiting = True
+        time.sleep(0.1)
+
+
 def start_actor(args: SingleControllerActorArgs, on_exit: ExitStack) -> Any:
     """The actor's handle. It runs on this node: it shares the run directory and memory files."""
     actor = (
         ray.remote(SingleControllerActor)
-        .options(num_cpus=1, max_restarts=0, scheduling_strategy=_here())
+        .options(num_cpus=1, max_restarts=0, scheduling_strategy=this_node())
         .remote(args)
     )
-    on_exit.callback(_kill, actor)
+    on_exit.callback(kill, actor)
     return actor
 
 
@@ -279,59 +290,12 @@ def run_id(run_dir: Path) -> str:
 _BUILT_IN = {"larger_digit": larger_digit}
 
 
-# processes -----------------------------------------------------------------------------
-
-
-def _check_cpus(config: TrainConfig, there: float) -> None:
-    if there < config.cpus_needed:
-        raise ConfigError(
-            f"the run needs {config.cpus_needed} CPUs of Ray and the cluster has {there:g}:"
-            f" set cluster.num_cpus={config.cpus_needed}; they need not be real ones"
-        )
-
-
-def _start_ray(
-    config: TrainConfig, run_dir: Path, on_exit: ExitStack
-) -> NodeAffinitySchedulingStrategy:
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    if config.cluster.address is None and not ray.is_initialized():
-        on_exit.callback(ray.shutdown)
-        started = ray.init(
-            address="local",
-            num_cpus=config.cluster.num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
-        _link_logs(run_dir, Path(started.address_info["session_dir"]) / "logs")
-    else:
-        if not ray.is_initialized():
-            on_exit.callback(ray.shutdown)
-            ray.init(
-                address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR
-            )
-        _check_cpus(config, ray.available_resources().get("CPU", 0.0))
-    return _here()
-
-
-def _here() -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
-def _link_logs(run_dir: Path, logs: Path) -> None:
-    """`RUN/logs/ray` leads to what Ray's processes print."""
-    link = run_dir / LOGS / "ray"
-    with suppress(OSError):  # a convenience, worth no failure
-        link.unlink(missing_ok=True)
-        link.symlink_to(logs)
+# workers -------------------------------------------------------------------------------
 
 
 def _start_generation(
     config: TrainConfig,
     prepared: Prepared,
-    node: NodeAffinitySchedulingStrategy,
     on_exit: ExitStack,
 ) -> dict[str, Any]:
     spec = GenerationSpec(
@@ -346,8 +310,8 @@ def _start_generation(
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
-        actors[name] = GenerationActor.options(scheduling_strategy=node).remote(spec, name)
-        on_exit.callback(_kill, actors[name])
+        actors[name] = GenerationActor.options(scheduling_strategy=this_node()).remote(spec, name)
+        on_exit.callback(kill, actors[name])
     return actors
 
 
@@ -355,7 +319,6 @@ def _start_trainer(
     config: TrainConfig,
     prepared: Prepared,
     rows: TransferQueueSpec,
-    node: NodeAffinitySchedulingStrategy,
     on_exit: ExitStack,
 ) -> Any:
     spec = TrainerSpec(
@@ -368,8 +331,8 @@ def _start_trainer(
         seed=config.grpo.seed,
         threads=config.policy.threads,
     )
-    actor = TrainerActor.options(scheduling_strategy=node).remote(spec)
-    on_exit.callback(_kill, actor)
+    actor = TrainerActor.options(scheduling_strategy=this_node()).remote(spec)
+    on_exit.callback(kill, actor)
     return actor
 
 
@@ -377,8 +340,3 @@ async def _until_up(trainer: RayTrainer, generation: Mapping[str, Any]) -> None:
     await trainer.ping()
     for name, actor in generation.items():
         await RayEngine(actor, name=name).ping()
-
-
-def _kill(actor: Any) -> None:
-    with suppress(Exception):  # it is gone, or Ray is
-        ray.kill(actor)

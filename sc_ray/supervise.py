@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 0.5
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Interrupted(BaseException):
+class Interrupted(KeyboardInterrupt):
     """A signal came before there was a run that could be stopped."""
 
 

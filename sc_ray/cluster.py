@@ -1,0 +1,105 @@
+"""Ray, started quietly, with room for every process of a run, and ended by whoever started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from sc_core.errors import ConfigError
+from sc_ray.settings import TrainConfig
+
+_OBJECT_STORE_BYTES = 256 << 20
+"""Rows and weights do not go through it; only prompts, completions and reports do."""
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # a run talks to nobody outside
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every start prints a notice about it
+    "TQ_LOGGING_LEVEL": "WARNING",
+    "TQ_NUM_THREADS": "1",
+}
+
+
+def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
+    """Start a Ray of our own, or join the one that `cluster.address` names.
+
+    Blocks for some seconds. Call it in the main thread: Ray's processes end with the thread that
+    started them. `logs / "ray"` becomes a link to what they print.
+
+    Raises:
+        ConfigError: it has too few CPUs.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if config.cluster.address is None and not ray.is_initialized():
+        check_cpus(config, config.cluster.num_cpus)
+        on_exit.callback(ray.shutdown)
+        with _other_process_group():
+            started = ray.init(
+                address="local",
+                num_cpus=config.cluster.num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        link = logs / "ray"
+        with suppress(OSError):  # a convenience, worth no failure
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path(started.address_info["session_dir"]) / "logs")
+        return
+    if not ray.is_initialized():
+        on_exit.callback(ray.shutdown)
+        ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    check_cpus(config, ray.available_resources().get("CPU", 0.0))
+
+
+def check_cpus(config: TrainConfig, there: float) -> None:
+    """Refuse a cluster in which some process would wait for a CPU for ever.
+
+    Raises:
+        ConfigError: with how many are needed and how many there are.
+    """
+    if there < config.cpus_needed:
+        raise ConfigError(
+            f"the run needs {config.cpus_needed} CPUs of Ray and the cluster has {there:g}:"
+            f" set cluster.num_cpus={config.cpus_needed}; they need not be real ones"
+        )
+
+
+def this_node() -> NodeAffinitySchedulingStrategy:
+    """For actors that share files with the driver."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process, if it is still there."""
+    with suppress(Exception):  # it is gone, or Ray is
+        ray.kill(actor)
+
+
+@contextmanager
+def _other_process_group() -> Iterator[None]:
+    """Processes started inside get none of the signals that are sent to our process group.
+
+    `timeout` and batch systems send SIGTERM to all of it: the driver is to save with Ray still
+    alive. Not needed in the foreground of a terminal, whose Ctrl-C Ray ignores by itself, and
+    not possible for the leader of a session or group.
+    """
+    group = os.getpgrp()
+    with suppress(OSError):
+        if os.tcgetpgrp(0) == group:
+            yield
+            return
+    with suppress(PermissionError):
+        os.setpgid(0, 0)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.setpgid(0, group)
