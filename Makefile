@@ -1,0 +1,56 @@
+# Every target is one command on a machine with Python 3.11, make and a compiler: it makes .venv,
+# installs what it needs, runs, and prints its result on the last line.
+
+PYTHON ?= python3.11
+# A pin for the whole project. On an index that also serves CPU builds, pip may need its option
+# for choosing that index, given in PIP_OPTIONS.
+TORCH ?= torch==2.13.0
+PIP_OPTIONS ?=
+
+BIN := .venv/bin
+RAY := .venv/.installed-ray
+ALL := .venv/.installed-all
+export HF_HUB_OFFLINE := 1
+
+.PHONY: install install-all demo demo-crash test lint bench clean
+
+install: $(RAY)  ## base and ray
+	@echo "installed into .venv: sc_core and sc_ray"
+
+install-all: $(ALL)  ## everything that fits this machine
+	@echo "installed into .venv: sc_core, sc_ray, trio, uvloop and the tools for development"
+
+demo: $(RAY)  ## train on the built-in task; a second run resumes
+	$(BIN)/python -m sc_ray train --config demo --out runs/demo
+
+demo-crash: $(RAY)  ## the same, killed with SIGKILL in the middle, resumed and audited
+	rm -rf runs/demo-crash
+	$(BIN)/python -m sc_ray.demo_crash --out runs/demo-crash
+
+test: $(ALL)
+	$(BIN)/python -m pytest -q
+
+lint: $(ALL)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(ALL)
+	$(BIN)/python -m benchmarks.bench_barrier
+	$(BIN)/python -m benchmarks.bench_index
+	$(BIN)/python -m benchmarks.bench_controller
+
+clean:  ## forget the environment; runs stay
+	rm -rf .venv
+	@echo "removed .venv"
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(RAY): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray]"
+	@touch $@
+
+$(ALL): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray,trio,uvloop,dev]"
+	@touch $@ $(RAY)
