@@ -121,11 +121,22 @@ def test_abandoned_groups_are_committed_again() -> None:
     ledger = ledger_with("committed", "committed", "committed")
     before = everything(ledger)
     groups = ledger.index.groups()[:2]
-    ledger.select(groups)
+    ledger.select(iter(groups))
+    assert ledger.index.selected_count == 2
     assert everything(ledger) != before
-    ledger.abandon(groups)
+    ledger.abandon(iter(groups))
     assert everything(ledger) == before
     assert ledger.step == 0
+    ledger.select(groups)
+    ledger.train(iter(groups))
+    assert ledger.counters["trained"] == 2
+
+
+def test_what_a_ledger_says_about_itself() -> None:
+    ledger = ledger_with("waiting", "in_flight", "selected", step=5)
+    assert repr(ledger) == ("<Ledger of step 5: 1 waiting, 1 in_flight, 0 committed, 1 selected>")
+    assert [ordinal in ledger for ordinal in (0, 2, 3)] == [True, True, False]
+    assert ledger.get(3) is None
 
 
 @pytest.mark.parametrize(
@@ -173,6 +184,15 @@ def test_requeue_gives_the_group_up_and_its_place_not() -> None:
     assert (ledger.counters["evicted"], ledger.counters["requeued"]) == (1, 1)
     sent = ledger.dispatch(0, Stamp(target_step=5))
     assert (sent.target_step, sent.start_weight_version) == (5, 4)
+
+
+def test_without_targets_an_admitted_prompt_goes_out_again_without_a_stamp() -> None:
+    ledger = ledger_with("in_flight", "committed", step=3)
+    ledger.retry(0, "infra")
+    ledger.requeue(1)
+    for ordinal in (0, 1):
+        sent = ledger.dispatch(ordinal, None)
+        assert (sent.state, sent.target_step, sent.attempt) == ("in_flight", None, 1)
 
 
 def test_requeue_keeps_a_target_that_is_still_ahead() -> None:
@@ -396,6 +416,10 @@ def forget(ledger: Ledger, ordinal: int) -> None:
         (
             lambda u: u._records.update({4: replace(u.get(4), ordinal=5)}),
             "the record of prompt 5 comes after that of 3, and 5 is the next",
+        ),
+        (
+            lambda u: u._records.update({4: replace(u.get(4), ordinal=3)}),
+            "the record of prompt 3 comes after that of 3",
         ),
         (lambda u: u.index.remove("2.0"), "prompt 2 is committed, and group 2.0 is not in the"),
         (lambda u: u.index.add(group_of(u, 1)), "prompt 1 is in_flight, and group 1.0 is in the"),
