@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -89,28 +90,34 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
         """Start `work` on the loop. Cancelling the future cancels it there, without waiting."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self, deadline_s: float = 5.0) -> None:
-        """Cancel what runs, stop the loop, wait for the thread. May be called again."""
-        if self._loop.is_closed():
-            return
-        self.submit(_cancel_all()).result(deadline_s)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(deadline_s)
+    def close(self, deadline_s: float = 5.0) -> bool:
+        """Cancel what runs, then end the loop and its thread. May be called again.
+
+        Returns False if the thread is busy beyond the deadline; it ends later, and what it uses
+        must not be taken apart.
+        """
+        if self._thread.is_alive():
+            self.submit(self._end())
+            self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
         self._loop.close()
 
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._loop.stop()
 
 
 def _waker(wake: Callable[[], None]) -> Callable[[], None]:
@@ -123,9 +130,7 @@ def _waker(wake: Callable[[], None]) -> Callable[[], None]:
     )
 
     def wake_soon() -> None:
-        try:
+        with suppress(RuntimeError):  # the loop has ended, and the waiter with it
             schedule(wake)
-        except RuntimeError:  # the loop has ended, and the waiter with it
-            pass
 
     return wake_soon

@@ -44,10 +44,6 @@ CONTROLLER_FILE = "controller_state.pkl"
 UNITS_DIRECTORY = "simple_storage"
 UNITS_FILE = "storage_unit_info.json"
 
-LOADING = "sc_ray.loading"
-"""A partition that exists from the start of a load until the load has replaced all partitions,
-so that a store with half a snapshot in it is seen as touched by every process."""
-
 
 class Partition:
     """Rows of 1-D tensors, any length per row, one dtype per column."""
@@ -63,6 +59,8 @@ class Partition:
         Raises:
             DataPlaneError: none runs there, or it does not answer.
         """
+        if not ray.is_initialized():  # looking for an actor would start a Ray of our own
+            raise DataPlaneError("TransferQueue needs Ray: call ray.init() first")
         try:
             controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
             config = ray.get(controller.get_config.remote(), timeout=deadline_s)
@@ -204,7 +202,6 @@ class Partition:
         metadata = self._check_snapshot(directory)
         if not await self.is_untouched():
             raise RestoreOrderError("load_checkpoint needs an untouched store; call discard first")
-        await self._client.async_kv_retrieve_meta(["half a snapshot"], LOADING, True)
         try:
             await self._client.async_load_storage_checkpoint(str(directory))
             await self._client.async_load_controller_checkpoint(str(directory / CONTROLLER_FILE))

@@ -87,8 +87,7 @@ class _Client:
 
     def _close(self) -> None:
         loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+        if loop is not None and loop.close():
             self._partition.close()
 
     def _submit(self, call: str, work: Work[R]) -> concurrent.futures.Future[R]:
@@ -100,6 +99,8 @@ class _Client:
         future = self._submit(call, work)
         try:
             return await await_future(future)
+        except concurrent.futures.CancelledError as exc:
+            raise DataPlaneError(f"{call}: this client was closed meanwhile") from exc
         finally:
             future.cancel()  # if it is not done: send nothing more
 

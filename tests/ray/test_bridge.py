@@ -257,10 +257,26 @@ def test_closing_a_loop_thread_cancels_what_runs_there() -> None:
 
     future = thread.submit(work())
     assert started.wait(10)
-    thread.close()
+    assert thread.close()
     assert future.cancelled()
-    thread.close()
+    assert thread.close()
     assert "short" not in [one.name for one in threading.enumerate()]
+
+
+def test_closing_a_busy_loop_thread_says_that_it_goes_on() -> None:
+    thread = LoopThread("busy")
+    started, release = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        release.wait()
+
+    future = thread.submit(work())
+    assert started.wait(10)
+    assert not thread.close(0.05)
+    release.set()
+    future.result(10)
+    assert thread.close()
 
 
 def _raise(error: Exception) -> None:

@@ -259,7 +259,11 @@ async def test_calls_of_a_store_that_hangs_end_at_their_deadline(
             for name, call in calls.items():
                 with pytest.raises(CallTimeout, match=rf"^{name} did not return within 0\.3 s$"):
                     await call()
-        # whatever of that happened, repeating it puts things right
+        # the put goes no further by itself; whatever happened of it, repeating it puts it right
+        for _ in range(5):
+            await plane.put_samples(["c"], {"x": [tensor(3)]})
+        with pytest.raises(MissingRows):
+            await plane.get_samples(["b"], ["x"])
     await plane.put_samples(["a", "b"], {"x": [tensor(1), tensor(2)]})
     got = await plane.get_samples(["b", "a"], ["x"])
     assert [one.tolist() for one in got["x"]] == [[2], [1]]
@@ -296,9 +300,19 @@ async def test_a_cancelled_get_ends_at_once(plane: TransferQueueDataPlane) -> No
     assert len((await plane.get_samples(["a"], ["x"]))["x"]) == 1
 
 
+async def wait_until_it_is_closed(plane: TransferQueueDataPlane) -> None:
+    with pytest.raises(DataPlaneError, match="list_sample_ids: this client was closed meanwhile"):
+        await plane.list_sample_ids()
+
+
 async def test_a_closed_client_says_so(bootstrap: TransferQueueBootstrap) -> None:
     async with client(bootstrap.spec) as plane:
         assert "open" in repr(plane)
+        with stopped_index():
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(wait_until_it_is_closed, plane)
+                await anyio.sleep(0.05)
+                await plane.aclose()
     await plane.aclose()
     assert "closed" in repr(plane)
     with pytest.raises(DataPlaneError, match="put_samples: this client was closed"):
@@ -460,6 +474,9 @@ def test_connecting_to_nothing_says_what_to_do(
 ) -> None:
     monkeypatch.setattr(partition, "NAMESPACE", "of nobody")
     with pytest.raises(DataPlaneError, match="start one on the driver"):
+        TransferQueueSpec().connect()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(DataPlaneError, match=r"call ray\.init\(\) first"):
         TransferQueueSpec().connect()
 
 
