@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import msgspec
@@ -80,7 +79,7 @@ def policy_gradient_loss(
     difference = (logprobs - prev_logprobs).masked_fill(~mask, 0.0)
     drift = (prev_logprobs - generation_logprobs).masked_fill(~mask, 0.0)
     ratio = difference.exp()
-    importance = drift.clamp(max=math.log(config.importance_cap)).exp().detach()
+    importance = drift.exp().clamp(max=config.importance_cap)
     advantage = advantages[:, None]
     free = ratio * advantage
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
