@@ -293,6 +293,7 @@ async def kept(groups: int) -> float:
     return max(1, after - before) / groups
 
 
+KEPT = ("memory kept, short run, per group", "memory kept, long run, per group")
 ON_ALL = ("asyncio", "uvloop", "trio")
 RATIOS = {
     "group_over_bare_tasks_g1": Ratio(
@@ -312,7 +313,7 @@ RATIOS = {
         {"asyncio": Target(at_most=1.2)},
     ),
     "bytes_per_prompt_growth": Ratio(
-        "memory kept, long run, per group", "memory kept, short run, per group",
+        KEPT[1], KEPT[0],
         {"asyncio": Target(at_most=1.1)},
     ),
 }  # fmt: skip
@@ -346,8 +347,8 @@ async def measure(backend: str, quick: bool) -> dict[str, list[float]]:
 async def memory(quick: bool) -> dict[str, list[float]]:
     short, long = (640, 6_400) if quick else (10_048, 100_032)
     return {
-        "memory kept, short run, per group": [await kept(short)],
-        "memory kept, long run, per group": [await kept(long)],
+        KEPT[0]: [await kept(short)],
+        KEPT[1]: [await kept(long)],
     }
 
 
@@ -355,7 +356,7 @@ def main() -> None:
     asked = arguments(__doc__)
     taken = {name: run(name, partial(measure, name, asked.quick)) for name in backends()}
     taken["asyncio"] |= run("asyncio", partial(memory, asked.quick))
-    report(taken, RATIOS, asked.json)
+    report(taken, RATIOS, asked.json, units=dict.fromkeys(KEPT, "B"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "trio": ("trio", {}),
 }
 
-_PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+_PER_UNIT = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0}
 
 #: seconds, round by round, of each contestant on each backend
 Taken = dict[str, dict[str, list[float]]]
@@ -104,12 +104,22 @@ async def interleaved(
     return samples
 
 
-def report(taken: Taken, asked: Mapping[str, Ratio], json: Path | None, unit: str = "us") -> None:
-    """Print the medians and the ratios beside their targets, and write both as JSON if asked."""
+def report(
+    taken: Taken,
+    asked: Mapping[str, Ratio],
+    json: Path | None,
+    unit: str = "us",
+    units: Mapping[str, str] = {},
+) -> None:
+    """Print the medians and the ratios beside their targets, and write both as JSON if asked.
+
+    Contestants are shown in `unit`, or what `units` says of them by name.
+    """
     rows = [
-        Row(name, backend, statistics.median(seconds) * _PER_SECOND[unit], unit)
+        Row(name, backend, statistics.median(values) * _PER_UNIT[shown], shown)
         for backend, samples in taken.items()
-        for name, seconds in samples.items()
+        for name, values in samples.items()
+        for shown in [units.get(name, unit)]
     ]
     ratios = {
         name: {

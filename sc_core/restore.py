@@ -155,12 +155,17 @@ def _choose(
         if resume.name in refused:
             raise refused[resume.name]
         bundle = verify(resume, store.disk, key=store.key)
-        newer = [p for p in candidates(store.directory, store.disk) if p != bundle.path]
-        newer = [p for p in newer if p.parent != bundle.path.parent or _step(p) > bundle.step]
+        if bundle.path.parent != store.directory:
+            raise ConfigChanged(
+                f"{bundle.path} is not in {store.directory}: to go on from it elsewhere, copy its"
+                " whole run directory, so that its event log comes along"
+            )
+        names = [path.name for path in candidates(store.directory, store.disk)]
+        newer = names[: names.index(bundle.path.name)]
         if newer:  # the next resume would go on from there, in a history that never was
             raise ConfigChanged(
-                f"{store.directory} also holds {', '.join(p.name for p in newer)}:"
-                f" move them away to go back to {bundle.path}, or choose another run directory"
+                f"{store.directory} also holds {', '.join(newer)}: move them away to go back to"
+                f" {bundle.path.name}"
             )
         return bundle
 
@@ -171,10 +176,6 @@ def _choose(
     return newest_valid(
         store.directory, store.disk, key=store.key, on_refused=on_refused, refused=dict(refused)
     )
-
-
-def _step(path: Path) -> int:
-    return int(path.name.rpartition("_")[2])
 
 
 async def _fill(

@@ -173,7 +173,7 @@ class TrainPump:
                     and record is not None
                     and record.stale_requeues < rl.max_stale_requeues
                 )
-                state.evicted(group, requeue=requeue, reason=f"stale by {age} versions")
+                state.evicted(group, requeue=requeue, reason=f"stale: {age} versions old")
             if state.sampler.stamps_targets:
                 state.ledger.retarget(self._groups_per_step, untargeted=True)
             self._evicted += len(stale)

@@ -451,3 +451,26 @@ async def test_a_full_disk_is_noticed_before_anything_is_written() -> None:
         await run.run(crash_when=fill_up)
     assert run.bundles() == [3]
     assert "tmp_step_6" not in run.disk.entries(run.directory)
+
+
+async def test_a_named_bundle_is_resumed_only_if_nothing_newer_stays_behind() -> None:
+    run = MemoryRun(settings(), range(500))
+    assert await run.run(crash_when=at("checkpoint", 2)) is None
+    run.resume = run.directory / "step_3"
+    with pytest.raises(ConfigChanged, match=r"also holds step_6: move them away to go back to"):
+        await run.run()
+    run.disk.remove_tree(run.directory / "step_6")
+    result = await run.run()
+    assert result is not None and result.step == 12
+    (resumed,) = (e for e in run.log.events if e.event == "resumed")
+    assert resumed.step == 3
+    assert fates(run)["trained"] > 48
+
+
+async def test_another_runs_bundle_is_refused_as_its_log_is_elsewhere() -> None:
+    run = MemoryRun(settings(steps=3), range(500))
+    await run.run()
+    run.resume = run.directory / "step_3"
+    run.directory = run.directory.with_name("elsewhere")
+    with pytest.raises(ConfigChanged, match="copy its whole run directory"):
+        await run.run()

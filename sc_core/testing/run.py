@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -61,6 +61,7 @@ class MemoryRun:
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.resume: Literal["auto", "never"] | Path = "auto"
         self.log = MemoryEventLog()
         self.disk = MemoryDisk()
         self.lives = 0
@@ -84,6 +85,7 @@ class MemoryRun:
             MemoryBootstrap(self.store, disk=self.disk),
             self.config,
             runner=inline,
+            resume=self.resume,
             source_fingerprint=self.source.fingerprint(),
         )
 
