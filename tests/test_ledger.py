@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from sc_core.cut import cut_digest, decode_cut, encode_cut
-from sc_core.errors import ConfigChanged, Conservation, SaveError
+from sc_core.errors import BundleInconsistent, ConfigChanged, Conservation, SaveError
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import SamplerView
@@ -381,6 +381,19 @@ def test_commit_numbers_go_on_after_everything_was_trained() -> None:
     again.pull(PulledPrompt("text", 3))
     again.dispatch(2, Stamp())
     assert commit(again, 2).commit_seq == 2
+
+
+def test_commit_numbers_go_on_where_the_cut_did_not_count_commits() -> None:
+    cut = replace(cut_of(ledger_with("in_flight", "committed", "committed")), counters={})
+    again = Ledger.restored(cut, prompts_per_step=P, group_size=G)
+    again.dispatch(0, None)
+    assert commit(again, 0).commit_seq == 2
+
+
+def test_a_cut_that_contradicts_itself_is_no_ledger() -> None:
+    cut = replace(cut_of(ledger_with("committed")), groups=())
+    with pytest.raises(BundleInconsistent, match="prompt 0 is committed, but the index"):
+        Ledger.restored(cut, prompts_per_step=P, group_size=G)
 
 
 def test_a_changed_group_size_is_refused_with_both_numbers() -> None:
