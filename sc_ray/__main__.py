@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from sc_core.errors import ConfigError, RunInUse, ScError
+from sc_core.errors import ConfigError, ScError
 from sc_ray.run_directory import (
     CHECKPOINTS,
     LOGS,
@@ -88,7 +88,6 @@ def _first_lines() -> str:
 def _train(options: argparse.Namespace) -> int:
     from sc_ray.supervise import Interrupted, Signals
 
-    _keep_quiet()
     with Signals() as signals:
         try:
             return _train_under(signals, options)
@@ -170,17 +169,6 @@ def _without_phase(path: Path) -> dict[str, Any]:
     return told
 
 
-def _keep_quiet() -> None:
-    """Leave the terminal to our own lines, and to warnings of ours."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("sc_ray: %(levelname)s: %(message)s"))
-    for name in ("sc_core", "sc_ray"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).propagate = False
-
-
 # to a running one ----------------------------------------------------------------------
 
 
@@ -248,8 +236,17 @@ def _signal(path: Path, number: signal.Signals) -> int:
     return pid
 
 
+def _keep_quiet() -> None:
+    """Leave the terminal to our own lines, and to warnings of ours."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("sc_ray: %(levelname)s: %(message)s"))
+    for name in ("sc_core", "sc_ray"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).propagate = False
+
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RunInUse as exc:
-        sys.exit(_complain(exc, FAILED))
+    _keep_quiet()
+    sys.exit(main())

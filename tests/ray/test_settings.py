@@ -1,0 +1,156 @@
+"""Settings: files, names and `key=value`, and what each refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sc_core.config import decode
+from sc_core.errors import ConfigError
+from sc_ray.settings import TrainConfig, builtin_configs, load_config, to_plain
+
+
+def refused(source: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_built_in_configuration_loads() -> None:
+    assert builtin_configs() == ["demo", "exact"]
+    for name in builtin_configs():
+        assert load_config(name).task.name == "larger_digit"
+
+
+def test_the_demo_is_asynchronous_and_the_exact_one_is_not() -> None:
+    demo, exact = load_config("demo"), load_config("exact")
+    assert demo.async_rl.sampler.name == "windowed"
+    assert demo.async_rl.sampler.max_staleness_versions == 1
+    assert demo.checkpointing.save_period == 10
+    assert exact.async_rl.sampler.name == "in_order"
+    assert exact.async_rl.sampler.max_lookahead_versions == 0
+    assert exact.generation.batch_invariant
+
+
+def test_overrides_are_yaml_and_the_last_one_counts() -> None:
+    config = load_config(
+        "demo",
+        [
+            "grpo.max_num_steps=7",
+            "grpo.max_num_steps=9",
+            "policy.optimizer.lr=1e-4",
+            "async_rl.sampler.sample_freshest_first=true",
+            "cluster.address=null",
+            "task.jsonl=some/file.jsonl",
+        ],
+    )
+    assert config.grpo.max_num_steps == 9
+    assert config.grpo.num_prompts_per_step == load_config("demo").grpo.num_prompts_per_step
+    assert config.policy.optimizer.lr == 1e-4
+    assert config.async_rl.sampler.sample_freshest_first is True
+    assert config.cluster.address is None
+    assert config.task.jsonl == "some/file.jsonl"
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.e-3", ".1e-2", "+1e-3", "0.001"])
+def test_a_number_is_a_number_however_it_is_written(number: str) -> None:
+    assert load_config("demo", [f"policy.optimizer.lr={number}"]).policy.optimizer.lr == 1e-3
+
+
+def test_the_controller_gets_its_own_part() -> None:
+    config = load_config("demo", ["grpo.seed=5"])
+    assert config.controller.grpo.seed == 5
+    assert config.controller.async_rl == config.async_rl
+    assert config.controller.checkpointing == config.checkpointing
+
+
+def test_settings_survive_as_plain_data() -> None:
+    config = load_config("exact", ["event_loop=trio"])
+    assert decode(json.loads(json.dumps(to_plain(config))), TrainConfig) == config
+
+
+def test_files(tmp_path: Path) -> None:
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text("grpo:\n  seed: 3\n")
+    json_file = tmp_path / "mine.json"
+    json_file.write_text('{"grpo": {"seed": 3}}')
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("# nothing\n")
+    assert load_config(str(yaml)) == load_config(str(json_file))
+    assert load_config(str(empty)) == TrainConfig()
+    assert load_config(str(empty), ["grpo.seed=3"]) == load_config(str(yaml))
+
+
+def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("grpo:\n  max_num_step: 3\n")
+    assert refused(str(file)) == (
+        f"{file}: unknown key grpo.max_num_step; did you mean grpo.max_num_steps?"
+    )
+    assert refused("demo", "policy.optimizer.lrr=1") == (
+        "command line: unknown key policy.optimizer.lrr; did you mean policy.optimizer.lr?"
+    )
+    file.write_text("grpo:\n  - [1\n")
+    assert f"{file}:3: not YAML" in refused(str(file))
+    file.write_text("just text")
+    assert "a mapping of settings was expected" in refused(str(file))
+    file.write_bytes(b"\xff\xfe\x00")
+    assert f"{file} can't be read" in refused(str(file))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.max_num_steps", "'grpo.max_num_steps' is not of the form key=value"),
+        ("=3", "'=3' is not of the form key=value"),
+        ("grpo..seed=3", "'grpo..seed=3' is not of the form key=value"),
+        ("grpo.seed=[", "grpo.seed:1: not YAML"),
+        ("grpo.seed=a: b: c", "grpo.seed:1: not YAML"),
+        ("grpo.max_num_steps=many", "$.grpo.max_num_steps"),
+        ("event_loop=twisted", "$.event_loop"),
+        ("async_rl.sampler.name=window", "$.async_rl.sampler.name"),
+        ("generation.workers=0", "generation.workers is 0; it must be at least 1"),
+        ("policy.threads=0", "policy.threads is 0"),
+        ("cluster.storage_units=0", "cluster.storage_units is 0"),
+        ("task.temperature=-1", "task.temperature is -1"),
+        ("task.max_new_tokens=0", "task.max_new_tokens is 0"),
+        ("grpo.num_generations_per_prompt=0", "grpo.num_generations_per_prompt is 0"),
+        ("async_rl.min_groups_for_streaming_train=99", "async_rl.min_groups_for_streaming_train"),
+        ("policy.model.num_attention_heads=5", "num_attention_heads = 5"),
+        ("advantages.baseline=median", "$.advantages.baseline"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_name(override: str, says: str) -> None:
+    message = refused("demo", override)
+    assert message.startswith("command line: ")
+    assert says in message
+
+
+def test_a_section_that_is_a_value(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("event_loop: trio\n")
+    assert refused(str(file), "event_loop.name=x") == (
+        "command line: event_loop is 'trio' and has no key name"
+    )
+
+
+def test_an_unknown_configuration_names_the_nearest() -> None:
+    assert "did you mean demo?" in refused("dmo")
+    assert "built in are demo, exact" in refused("/nowhere/at/all.yaml")
+
+
+def test_an_event_loop_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'single-controller[uvloop]'" in refused("demo", "event_loop=uvloop")
+    assert load_config("demo", ["event_loop=asyncio"]).event_loop == "asyncio"
+
+
+def test_cpus_are_counted_per_process() -> None:
+    few = load_config("demo", ["generation.workers=1", "cluster.storage_units=1"])
+    many = load_config("demo", ["generation.workers=3", "cluster.storage_units=4"])
+    assert few.cpus_needed == 5  # trainer, generation, controller, and TransferQueue's two
+    assert many.cpus_needed == 10

@@ -1,0 +1,386 @@
+"""`python -m sc_ray`: whole runs over real Ray and TransferQueue, and wrong input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sc_core.disk import LOCAL
+from sc_core.errors import RunInUse
+from sc_ray.__main__ import DONE, FAILED, STOPPED, WRONG_USAGE, main
+from sc_ray.demo_crash import kill_tree
+from sc_ray.progress import Console, learning_curve, step_line
+from sc_ray.run_directory import RunDirectory, last_report, published, running_pid
+from sc_ray.supervise import Interrupted, Signals
+
+# wrong input: one line, and nothing started -------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str | Path) -> str:
+    """The one line that a wrong command leaves on stderr."""
+    assert main([str(argument) for argument in arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sc_ray: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_an_unknown_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = refused(capsys, WRONG_USAGE, "train", "--out", tmp_path / "run", "grpo.max_num_step=3")
+    assert "did you mean grpo.max_num_steps?" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_such_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert "did you mean demo?" in refused(
+        capsys, WRONG_USAGE, "train", "--config", "dem", "--out", out
+    )
+
+
+def test_a_run_directory_that_can_not_be_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    line = refused(capsys, FAILED, "train", "--out", tmp_path / "file" / "run")
+    assert "can't be written: Not a directory; choose another one by --out" in line
+
+
+def test_a_run_in_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with RunDirectory(tmp_path):
+        line = refused(capsys, FAILED, "train", "--out", tmp_path)
+    assert f"{tmp_path} is in use by pid {os.getpid()}" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=",\n', ":2: not a line of JSON"),
+        ('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2="}\n', ":3: the key 'answer'"),
+        ("", "has no prompts"),
+    ],
+)
+def test_broken_prompts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, says: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(content)
+    line = refused(
+        capsys,
+        WRONG_USAGE,
+        "train",
+        "--out",
+        tmp_path / "run",
+        f"task.jsonl={tmp_path / 'prompts.jsonl'}",
+    )
+    assert f"{tmp_path / 'prompts.jsonl'}{says if says[0] == ':' else ' ' + says}" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("task.name=larger_digits", "did you mean larger_digit?"),
+        ("task.reward=sc_ray.tasks.rewards:exact_math", "did you mean exact_match?"),
+        ("task.reward=no_such_module:reward", "importing no_such_module failed"),
+        ("task.jsonl=/nowhere/prompts.jsonl", "/nowhere/prompts.jsonl can't be read"),
+        ("grpo.num_generations_per_prompt=1", "needs groups of at least 2 siblings, not 1"),
+        ("async_rl.max_buffered_rollouts=3", "async_rl.max_buffered_rollouts is 3"),
+        ("cluster.num_cpus=3", "needs 6 CPUs of Ray and the cluster has 3: set cluster.num_cpus=6"),
+    ],
+)
+def test_what_the_settings_ask_for_is_not_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, says: str
+) -> None:
+    assert says in refused(capsys, WRONG_USAGE, "train", "--out", tmp_path / "run", setting)
+
+
+def test_no_such_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = refused(capsys, WRONG_USAGE, "train", "--out", tmp_path, "--resume", tmp_path / "step_7")
+    assert f"there is no checkpoint {tmp_path / 'step_7'}" in line
+
+
+@pytest.mark.parametrize("command", ["status", "checkpoint", "stop"])
+def test_nobody_to_talk_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    assert f"no run is going on in {tmp_path}" in refused(capsys, FAILED, command, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# who runs a directory -----------------------------------------------------------------
+
+
+def test_a_run_is_found_by_its_lock_alone(tmp_path: Path) -> None:
+    assert running_pid(tmp_path) is None
+    with RunDirectory(tmp_path) as run:
+        run.report("running", {"step": 3})
+        assert running_pid(tmp_path) == os.getpid()
+        with pytest.raises(RunInUse):
+            RunDirectory(tmp_path)
+    assert running_pid(tmp_path) is None  # the process lives, and has let go
+    assert last_report(tmp_path)["step"] == 3
+
+
+def test_the_lock_of_a_dead_process_is_not_touched(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    told = f"pid {gone.pid} on {os.uname().nodename}\n"
+    (tmp_path / "lock").write_text(told)
+    assert running_pid(tmp_path) is None
+    assert (tmp_path / "lock").read_text() == told
+
+
+def test_a_run_on_another_machine_can_not_be_signalled(tmp_path: Path) -> None:
+    lock = LOCAL.lock(tmp_path / "lock")
+    (tmp_path / "lock").write_text("pid 1 on elsewhere\n")
+    with pytest.raises(RunInUse, match="pid 1 on elsewhere"):
+        running_pid(tmp_path)
+    lock.release()
+
+
+# what is shown ------------------------------------------------------------------------
+
+
+class Screen:
+    def __init__(self, tty: bool) -> None:
+        self.text, self._tty = "", tty
+
+    def isatty(self) -> bool:
+        return self._tty
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_on_a_terminal_the_state_changes_in_place() -> None:
+    screen: Any = Screen(tty=True)
+    console = Console(screen)
+    console.state(1, "step 1, first")
+    console.state(1, "step 1")
+    console.say("saved")
+    console.say("bye")
+    assert screen.text == ("step 1, first\r             \rstep 1\r      \rsaved\nbye\n")
+
+
+def test_in_a_file_each_step_has_a_line_and_each_second() -> None:
+    now = [0.0]
+    screen: Any = Screen(tty=False)
+    console = Console(screen, clock=lambda: now[0])
+    for at, step in ((0.0, 1), (0.5, 2), (1.0, 3), (2.5, 3), (3.0, 4)):
+        now[0] = at
+        console.state(step, f"step {step}")
+    assert screen.text == "step 1\nstep 3\nstep 4\n"
+
+
+def test_a_step_that_is_not_over_has_no_line() -> None:
+    assert step_line({}, 10) == ""
+    assert step_line({"last_metrics": {"step": 3, "train/reward": 1.0}}, 10) == ""
+
+
+def test_the_learning_curve_counts_a_step_made_twice_once(tmp_path: Path) -> None:
+    rewards = [(1, 0.0), (2, 0.0), (3, 0.9), (3, 0.5), (4, 1.0)]
+    lines = [json.dumps({"step": step, "train/reward": reward}) for step, reward in rewards]
+    (tmp_path / "m").write_text("\n".join([*lines, '{"torn']))
+    assert learning_curve(tmp_path / "m") == (
+        "mean reward 0.000 in the first 2 steps, 0.750 in the last 2"
+    )
+    assert learning_curve(tmp_path / "none") == ""
+
+
+# signals ------------------------------------------------------------------------------
+
+
+def test_a_signal_before_the_run_interrupts() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGUSR1)  # nothing to save yet
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.stopped_by == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signals_are_passed_on() -> None:
+    told: list[str] = []
+    with Signals() as signals:
+        signals.steer(on_stop=told.append, on_save=lambda: told.append("save"))
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGUSR1):
+            signal.raise_signal(number)
+    assert told == ["save", "SIGINT", "save"]
+
+
+def test_a_second_signal_leaves_at_once() -> None:
+    program = """
+import signal
+from sc_ray.supervise import Signals
+with Signals() as signals:
+    signals.steer(on_stop=lambda name: print(name, flush=True), on_save=lambda: None)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    print("not reached")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (FAILED, "SIGTERM\n")
+
+
+# whole runs ---------------------------------------------------------------------------
+
+FOR_EVER = "grpo.max_num_steps=100000"
+SMALL = (
+    "--config",
+    "exact",
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=4",
+    "checkpointing.save_period=2",
+    "cluster.storage_units=1",
+    "policy.model.hidden_size=64",
+    "policy.model.num_attention_heads=2",
+    "policy.model.num_key_value_heads=1",
+)
+PATIENCE_S = 300.0
+
+
+class Run:
+    """One start of the command."""
+
+    def __init__(self, run: Path, *settings: str) -> None:
+        self.path = run
+        command = [sys.executable, "-m", "sc_ray", "train", "--out", str(run), *SMALL, *settings]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def until(self, step: int) -> None:
+        """Wait until some step is done."""
+        give_up = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up and self._process.poll() is None:
+            told = last_report(self.path)
+            if told.get("pid") == self.pid and told.get("step", 0) >= step:
+                return
+            time.sleep(0.02)
+        self.kill()
+        raise AssertionError(f"step {step} was never reached: {self._process.communicate()[0]}")
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end: the status, and all that it printed."""
+        output = self._process.communicate(timeout=PATIENCE_S)[0]
+        return self._process.returncode, output
+
+    def kill(self) -> int:
+        return kill_tree(self.pid)
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def start_run(path: Path, *settings: str) -> Run:
+        runs.append(Run(path, *settings))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.kill()
+        run.end()
+
+
+def steps_of(run: Path) -> list[int]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def weights_of(run: Path, step: int) -> str:
+    file = run / "checkpoints" / f"step_{step}" / "policy" / "model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def audit_of(run: Path) -> str:
+    audit = [sys.executable, "-m", "sc_core", "audit", str(run)]
+    return subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+
+
+def ours_in_memory() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("single-controller.*")]
+
+
+def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    before = ours_in_memory()
+
+    killed = start(broken, FOR_EVER)
+    killed.until(3)
+    assert killed.kill() > 5  # the driver, Ray's daemons, the workers
+
+    resumed = start(broken, FOR_EVER)
+    resumed.until(6)
+    assert main(["train", "--out", str(broken), *SMALL]) == FAILED
+    assert f"is in use by pid {resumed.pid}" in capsys.readouterr().err
+    os.kill(resumed.pid, signal.SIGTERM)
+    status, output = resumed.end()
+    assert status == STOPPED, output
+    assert "resuming from" in output
+    assert "SIGTERM: saving a checkpoint, then ending" in output
+    assert main(["status", str(broken)]) == DONE
+    shown = capsys.readouterr().out
+    assert shown.startswith("stopped (not running)")
+    assert "conservation: ok" in shown
+
+    last = int(next(iter(published(broken))).removeprefix("step_")) + 3
+    to_the_end = f"grpo.max_num_steps={last}"
+    status, output = start(broken, to_the_end).end()
+    assert status == DONE, output
+    assert f"done: step {last} of {last}" in output.splitlines()[-1]
+    assert "conservation holds" in audit_of(broken).splitlines()[-1]
+
+    status, output = start(whole, to_the_end).end()
+    assert status == DONE, output
+    assert steps_of(whole) == list(range(1, last + 1))
+    assert weights_of(broken, last) == weights_of(whole, last)
+    assert ours_in_memory() == before
+
+
+def test_steering_a_run_and_changing_its_group_size(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(tmp_path, FOR_EVER, "checkpointing.save_period=100000", "event_loop=trio")
+    run.until(1)
+    assert main(["checkpoint", str(tmp_path)]) == DONE
+    assert capsys.readouterr().out.startswith(f"saved {tmp_path / 'checkpoints' / 'step_'}")
+    assert main(["status", str(tmp_path), "--json"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["phase"], told["audit"], told["state"]) == ("running", "ok", "running")
+    assert main(["stop", str(tmp_path)]) == DONE
+    assert capsys.readouterr().out.startswith("stopped at step ")
+    status, output = run.end()
+    assert status == STOPPED, output
+
+    bundles = published(tmp_path)
+    status, output = start(tmp_path, "grpo.num_generations_per_prompt=3").end()
+    assert status == FAILED
+    assert output.splitlines()[-1] == (
+        "sc_ray: error: the checkpoint's groups have 4 siblings and"
+        " grpo.num_generations_per_prompt is 3: a run can't change its group size"
+    )
+    assert published(tmp_path) == bundles
