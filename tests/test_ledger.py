@@ -55,7 +55,7 @@ def cut_of(ledger: Ledger, sampler: str = "windowed") -> Cut:
         sampler=sampler,
         sampler_state={},
         source_fingerprint="f",
-        suspects=["9.0_g0"],
+        suspects=["lost.0_g0"],
     )
 
 
@@ -343,7 +343,7 @@ def test_the_cut_has_everything() -> None:
         groups=ledger.index.groups(),
         sampler="windowed",
         sampler_state={},
-        suspects=("9.0_g0",),
+        suspects=("lost.0_g0",),
         counters=dict(ledger.counters),
     )
     assert [record.state for record in cut.records] == ["in_flight", "committed", "selected"]
