@@ -36,11 +36,9 @@ class OrderedKeys:
     def at_or_after(self, first: Key) -> Iterator[Key]:
         """The keys from `first` on; a prefix stands before all keys that it begins."""
         changes = self._changes
-        at = bisect_left(self._last, first)
-        if at == len(self._blocks):
-            return
-        start = bisect_left(self._blocks[at], first)
-        for block in self._blocks[at:]:
+        at, start = self._find(first)
+        for number in range(at, len(self._blocks)):
+            block = self._blocks[number]
             for position in range(start, len(block)):
                 yield block[position]
                 if self._changes != changes:
@@ -54,12 +52,19 @@ class OrderedKeys:
                 return
             yield key
 
-    def heads(self) -> Iterator[int]:
+    def heads(self) -> list[int]:
         """The first numbers that keys have, each once."""
-        key = next(iter(self), None)
-        while key is not None:
-            yield key[0]
-            key = next(self.at_or_after((key[0] + 1,)), None)
+        heads: list[int] = []
+        at, position = self._find(())
+        while at < len(self._blocks):
+            heads.append(self._blocks[at][position][0])
+            at, position = self._find((heads[-1] + 1,))
+        return heads
+
+    def _find(self, first: Key) -> tuple[int, int]:
+        """Block, and position in it, of the first key from `first` on; else one past the blocks."""
+        at = bisect_left(self._last, first)
+        return at, bisect_left(self._blocks[at], first) if at < len(self._blocks) else 0
 
     def add(self, key: Key) -> None:
         """Put in `key`, which must not be there."""
@@ -86,8 +91,7 @@ class OrderedKeys:
         Raises:
             KeyError: it is not there.
         """
-        at = bisect_left(self._last, key)
-        position = bisect_left(self._blocks[at], key) if at < len(self._blocks) else 0
+        at, position = self._find(key)
         if at == len(self._blocks) or self._blocks[at][position] != key:
             raise KeyError(key)
         block = self._blocks[at]

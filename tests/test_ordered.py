@@ -49,7 +49,7 @@ def test_behaves_like_a_sorted_list(
     sorted_model = sorted(model)
     assert list(keys) == sorted_model
     assert len(keys) == len(model)
-    assert list(keys.heads()) == sorted({head for head, _ in model})
+    assert keys.heads() == sorted({head for head, _ in model})
     for head in range(8):
         assert list(keys.at_or_after((head,))) == [k for k in sorted_model if k[0] >= head]
         assert list(keys.beginning(head)) == [k for k in sorted_model if k[0] == head]
