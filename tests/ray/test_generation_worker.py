@@ -101,7 +101,7 @@ class GatedEngine:
         self.log.append([request.seed for request in requests])
         self.began.release()
         self.permits.acquire()
-        if any(not request.prompt_ids for request in requests):
+        if any(len(request.prompt_ids) == 0 for request in requests):
             raise DataFailure("a prompt needs at least one token")
         return [
             Completion(
@@ -119,7 +119,14 @@ class GatedEngine:
         self.weight_version = version
 
 
-def requests(*seeds: int, prompt_ids: Sequence[int] = (1,)) -> list[Request]:
+@pytest.fixture
+def engine() -> Iterator[GatedEngine]:
+    engine = GatedEngine()
+    yield engine
+    engine.permits.release(100)  # a test that failed leaves no thread behind
+
+
+def requests(*seeds: int, prompt_ids: Any = (1,)) -> list[Request]:
     return [Request(prompt_ids=prompt_ids, seed=seed, max_new_tokens=1) for seed in seeds]
 
 
@@ -131,8 +138,7 @@ def seeds_of(completions: Sequence[Completion]) -> list[int]:
     return [completion.token_ids[0] for completion in completions]
 
 
-async def test_calls_that_come_while_the_engine_is_busy_run_together() -> None:
-    engine = GatedEngine()
+async def test_calls_that_come_while_the_engine_is_busy_run_together(engine: GatedEngine) -> None:
     batching = BatchingEngine(engine, max_batch_rows=4)
     results: dict[int, list[int]] = {}
 
@@ -153,8 +159,9 @@ async def test_calls_that_come_while_the_engine_is_busy_run_together() -> None:
     assert results == {1: [1], 20: [20, 21], 30: [30, 31], 40: [40]}
 
 
-async def test_a_pause_waits_for_the_batch_and_holds_what_comes_until_the_resume() -> None:
-    engine = GatedEngine()
+async def test_a_pause_waits_for_the_batch_and_holds_what_comes_until_the_resume(
+    engine: GatedEngine,
+) -> None:
     batching = BatchingEngine(engine, max_batch_rows=64)
     paused = anyio.Event()
 
@@ -180,8 +187,7 @@ async def test_a_pause_waits_for_the_batch_and_holds_what_comes_until_the_resume
     assert engine.log == [[1], "load 7", [2]]
 
 
-async def test_a_cancelled_call_is_never_generated() -> None:
-    engine = GatedEngine()
+async def test_a_cancelled_call_is_never_generated(engine: GatedEngine) -> None:
     batching = BatchingEngine(engine, max_batch_rows=64)
     await batching.pause()
     async with anyio.create_task_group() as tg:
@@ -196,8 +202,7 @@ async def test_a_cancelled_call_is_never_generated() -> None:
     assert engine.log == [[2]]
 
 
-async def test_a_prompt_at_fault_spoils_no_other() -> None:
-    engine = GatedEngine()
+async def test_a_prompt_at_fault_spoils_no_other(engine: GatedEngine) -> None:
     engine.permits.release(10)
     batching = BatchingEngine(engine, max_batch_rows=64)
     await batching.pause()
@@ -219,17 +224,18 @@ async def test_a_prompt_at_fault_spoils_no_other() -> None:
     assert sorted(results) == [[1], [3]]
 
 
-async def test_an_engine_that_breaks_tells_every_caller() -> None:
-    engine = GatedEngine()
-    engine.permits = None  # type: ignore[assignment]
-    with pytest.raises(AttributeError, match="acquire"):
-        await BatchingEngine(engine, max_batch_rows=64).generate(requests(1))
+async def test_an_engine_that_breaks_tells_every_caller(engine: GatedEngine) -> None:
+    batching = BatchingEngine(engine, max_batch_rows=64)
+    engine.permits.release()
+    with pytest.raises(TypeError, match="NoneType"):
+        await batching.generate(requests(1, prompt_ids=None))
+    engine.permits.release()
+    assert seeds_of(await batching.generate(requests(2))) == [2], "it goes on"
 
 
 async def test_weights_that_are_not_there_are_refused_before_anything_is_touched(
-    tmp_path: Path,
+    engine: GatedEngine, tmp_path: Path
 ) -> None:
-    engine = GatedEngine()
     batching = BatchingEngine(engine, max_batch_rows=64)
     with pytest.raises(WeightSyncError, match=r"no weights at .*/gone"):
         await batching.load(tmp_path / "gone", 3)
