@@ -109,17 +109,14 @@ def _open_pretrained(directory: str, tokenizer: Tokenizer) -> torch.nn.Module:
 
 
 def token_logprobs(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    *,
-    temperature: float = 1.0,
+    model: torch.nn.Module, input_ids: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probability of each token given those before it: `[rows, tokens]`, like `input_ids`.
 
-    Rows are padded at the end. The first column is zero: nothing precedes the first token.
+    Rows may be padded at the end, with any token: none is seen by those before it. The first
+    column is zero: nothing precedes the first token.
     """
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    logits = model(input_ids=input_ids, use_cache=False).logits
     following = torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
     chosen = following.gather(-1, input_ids[:, 1:, None])[..., 0]
     return torch.nn.functional.pad(chosen, (1, 0))

@@ -41,7 +41,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ConfigError: a value that can't train.
     """
 
-    lr: float = 1e-3
+    lr: float = 5e-4
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -320,9 +320,7 @@ class Policy:
             yield _Microbatch(rows[start : start + size], self._tokenizer.pad_id)
 
     def _token_logprobs(self, batch: _Microbatch) -> torch.Tensor:
-        return token_logprobs(
-            self._model, batch.input_ids, batch.attention_mask, temperature=self._temperature
-        )
+        return token_logprobs(self._model, batch.input_ids, temperature=self._temperature)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -348,9 +346,6 @@ class _Microbatch:
         self.rows = rows
         self.input_ids = self.column("input_ids", pad_id)
         self.mask = self.column("completion_mask").bool()
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        positions = torch.arange(self.input_ids.shape[1])
-        self.attention_mask = (positions < lengths[:, None]).long()
 
     def column(self, name: str, padding: float = 0) -> torch.Tensor:
         return pad_sequence(

@@ -72,9 +72,8 @@ def test_padding_at_the_end_changes_no_logprob() -> None:
     model = build()
     ids = torch.tensor([TOKENIZER.encode("3,7=7")])
     padded = torch.nn.functional.pad(ids, (0, 3), value=TOKENIZER.pad_id)
-    mask = (torch.arange(8) < 5).long()[None]
-    alone = token_logprobs(model, ids, torch.ones_like(ids))
-    beside = token_logprobs(model, padded, mask)[:, :5]
+    alone = token_logprobs(model, ids)
+    beside = token_logprobs(model, padded)[:, :5]
     assert alone[0, 0] == 0 and (alone[0, 1:] < 0).all()
     torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
 
@@ -84,7 +83,7 @@ def test_logprobs_are_those_of_the_next_token_at_the_temperature() -> None:
     ids = torch.tensor([[2, 3, 4]])
     logits = model(input_ids=ids).logits
     expected = torch.log_softmax(logits[0, 1] / 0.5, -1)[4]
-    found = token_logprobs(model, ids, torch.ones_like(ids), temperature=0.5)
+    found = token_logprobs(model, ids, temperature=0.5)
     torch.testing.assert_close(found[0, 2], expected)
 
 

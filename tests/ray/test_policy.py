@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sc_core.errors import ConfigError, RestoreError, ScError
-from sc_ray.generation import Request, rollout_row
+from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation import Request, request_seed, rollout_row
 from sc_ray.generation.torch_engine import TorchEngine
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig, build_model, read_tensors, write_tensors
@@ -190,6 +191,8 @@ def test_dropout_is_repeatable_abandonable_and_saved(tmp_path: Path) -> None:
         torch.rand(1)  # global random numbers have no part in it
         train(each, made_up_rows(seed=1))
     assert same(trained, straight) and not same(trained, plain)
+    fresh = policy().snapshot().optimizer["torch_rng"]
+    assert not torch.equal(trained.snapshot().optimizer["torch_rng"], fresh)  # new ones each time
     trained.begin_step()
     trained.accumulate(made_up_rows(seed=2))
     trained.save(tmp_path)  # of the last finished step, whatever is open
@@ -387,3 +390,46 @@ def test_a_save_of_another_run_is_refused(tmp_path: Path) -> None:
     write_tensors(tensors, tmp_path / "short/optimizer.safetensors")
     with pytest.raises(RestoreError, match="holds no torch_rng"):
         policy().load(tmp_path / "short")
+
+
+# all of it together --------------------------------------------------------------------
+
+
+def test_the_built_in_task_is_learnt_from_rollouts_one_version_old(tmp_path: Path) -> None:
+    prompts, siblings, steps, weights = 16, 16, 30, tmp_path / "w.safetensors"
+    trained = Policy(ModelConfig(), TOKENIZER, optimizer=OptimizerConfig(microbatch_rows=256))
+    engine = TorchEngine(build_model(ModelConfig(), TOKENIZER, seed=0), TOKENIZER)
+
+    def rollouts(step: int) -> list[dict[str, torch.Tensor]]:
+        rows = []
+        for ordinal in range(step * prompts, (step + 1) * prompts):
+            item = TASK.prompts[ordinal % len(TASK.prompts)]
+            asked = [
+                Request(
+                    prompt_ids=TOKENIZER.encode(item["prompt"]),
+                    seed=request_seed(0, ordinal, sibling, engine.weight_version),
+                    max_new_tokens=TASK.max_new_tokens,
+                )
+                for sibling in range(siblings)
+            ]
+            rows += [
+                rollout_row(asked[0].prompt_ids, got, reward=TASK.score(item, got.text))
+                for got in engine.generate_batch(asked)
+            ]
+        return rows
+
+    rewards, weight = [], 1.0
+    following = rollouts(0)
+    for step in range(steps):
+        rows, following = following, rollouts(step + 1)
+        columns = {"reward": [row["reward"] for row in rows]}
+        rewards.append(float(torch.cat(columns["reward"]).mean()))
+        advantages = GrpoAdvantages().estimate(columns, [siblings] * prompts)["advantage"]
+        for row, before, advantage in zip(rows, trained.logprobs(rows), advantages, strict=True):
+            row.update(prev_logprobs=before, advantage=advantage)
+        weight = train(trained, rows, chunks=4)["importance_weight"]
+        trained.export_weights(weights)
+        engine.load(weights, step + 1)
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert last > 0.5 and last > 3 * first, rewards
+    assert weight != 1  # the rollouts were not the trained policy's own

@@ -47,7 +47,7 @@ def mixed_requests() -> list[Request]:
 def logprobs_in_one_forward(model: torch.nn.Module, asked: Request, got: Completion) -> list[float]:
     ids = torch.tensor([[*asked.prompt_ids, *got.token_ids]])
     with torch.no_grad():
-        found = token_logprobs(model, ids, torch.ones_like(ids), temperature=asked.temperature)
+        found = token_logprobs(model, ids, temperature=asked.temperature)
     return found[0, len(asked.prompt_ids) :].tolist()
 
 
@@ -163,6 +163,17 @@ def test_rows_that_run_together_read_a_prompt_once_and_leave_when_finished() -> 
     unfinished = [sum(length > read for length in lengths) for read in range(1, max(lengths))]
     assert shapes == [(1, 4), *((rows, 1) for rows in unfinished)]
     assert unfinished[0] > unfinished[-1]
+
+
+def test_positions_of_a_padded_prompt_count_from_its_first_token() -> None:
+    running = engine(batch_invariant=False)
+    seen: list[list[list[int]]] = []
+    running._model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"].tolist()), with_kwargs=True
+    )
+    got = running.generate_batch([request(prompt, 0, 2) for prompt in ("9=", "3,7=")])
+    assert [len(completion.token_ids) for completion in got] == [2, 2]
+    assert seen == [[[0, 0, 0, 1], [0, 1, 2, 3]], [[2], [4]]]
 
 
 def test_a_small_cache_forgets_and_changes_nothing() -> None:
