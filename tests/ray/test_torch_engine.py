@@ -7,7 +7,7 @@ import torch
 
 from sc_core.errors import ConfigError, DataFailure, RestoreError
 from sc_ray.generation import Completion, Request, request_seed, rollout_row
-from sc_ray.generation.torch_engine import TorchEngine
+from sc_ray.generation.torch_engine import TorchEngine, _draw, _Draft
 from sc_ray.model import ModelConfig, build_model, save_weights, token_logprobs
 from sc_ray.tokenizer import Tokenizer
 
@@ -99,6 +99,17 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
         expected = torch.softmax(build()(input_ids=ids).logits[0, -1], -1)
     found = torch.bincount(drawn, minlength=14) / len(drawn)
     assert (found - expected).abs().max() < 0.03  # over four standard deviations
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-53, 2)])
+def test_an_impossible_token_is_not_drawn_at_either_end(number: float, token: int) -> None:
+    class Extreme(_Draft):
+        def uniform(self) -> torch.Tensor:
+            return torch.tensor(number, dtype=torch.float64)
+
+    never = -torch.inf
+    logits = torch.tensor([[never, 0.3, 0.3, never]])
+    assert _draw(logits, [Extreme(request("3,7=", 0), TOKENIZER.eos_id)])[0][0] == token
 
 
 def test_temperature_zero_takes_the_likeliest_token_for_certain() -> None:
