@@ -7,6 +7,7 @@ in must be what comes out. Tensors are taken off their device and graph on the w
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -84,8 +85,12 @@ class _Client:
             partial(Partition.connect, spec.partition, spec.start_deadline_s),
         )
         self._loop: LoopThread | None = LoopThread("TransferQueue client")
+        # Keeps a client that nobody closed alive until the process ends: collecting it would
+        # end its sockets under the hands of its loop, which can hang.
+        atexit.register(self._close)
 
     def _close(self) -> None:
+        atexit.unregister(self._close)
         loop, self._loop = self._loop, None
         if loop is not None and loop.close():
             self._partition.close()

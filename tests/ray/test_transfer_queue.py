@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import shutil
 import signal
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -452,6 +454,20 @@ def test_blocking_calls_end_at_their_deadline_and_with_close(
     rows.close()
     with pytest.raises(DataPlaneError, match="fetch: this client was closed"):
         rows.fetch(["a"], ["x"])
+
+
+def test_a_forgotten_client_is_kept_until_it_is_closed(bootstrap: TransferQueueBootstrap) -> None:
+    rows = RowsClient(bootstrap.spec)
+    forgotten = weakref.ref(rows)
+    del rows
+    gc.collect()
+    kept = forgotten()
+    assert kept is not None
+    kept.put(["a"], {"x": [tensor(1)]})
+    kept.close()
+    del kept
+    gc.collect()
+    assert forgotten() is None
 
 
 # starting --------------------------------------------------------------------------------
