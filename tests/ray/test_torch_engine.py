@@ -7,7 +7,7 @@ import torch
 
 from sc_core.errors import ConfigError, DataFailure, RestoreError
 from sc_ray.generation import Completion, Request, request_seed, rollout_row
-from sc_ray.generation.torch_engine import TorchEngine, _draw, _Draft
+from sc_ray.generation.torch_engine import TorchEngine, _Draft, _draw
 from sc_ray.model import ModelConfig, build_model, save_weights, token_logprobs
 from sc_ray.tokenizer import Tokenizer
 
