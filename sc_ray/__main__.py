@@ -91,8 +91,9 @@ def _train(options: argparse.Namespace) -> int:
     with Signals() as signals:
         try:
             return _train_under(signals, options)
-        except Interrupted as exc:
-            print(f"sc_ray: {exc} before training had begun; nothing was changed", file=sys.stderr)
+        except (Interrupted, SystemExit):  # ray.init, while it runs, answers SIGTERM by an exit
+            name = signals.stopped_by or signal.SIGTERM.name
+            print(f"sc_ray: {name} before training had begun; nothing changed", file=sys.stderr)
             return STOPPED if published(_out(options)) else FAILED
 
 
@@ -119,12 +120,13 @@ def _run(
     signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
 ) -> tuple[str, int]:
     import anyio
-    from ray.exceptions import RayError
+    from ray.exceptions import RayActorError
 
     from sc_ray.failures import ControllerFailed
     from sc_ray.progress import Console, learning_curve
     from sc_ray.setup import Prepared, setup_single_controller, start_actor
     from sc_ray.supervise import supervise
+    from sc_ray.workers import died
 
     console = Console(sys.stdout)
     resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
@@ -135,7 +137,6 @@ def _run(
         args = setup_single_controller(
             config, run.path, resume, on_exit=on_exit, prepared=prepared, say=console.say
         )
-        signals.install()
         actor = start_actor(args, on_exit)
         max_steps = config.grpo.max_num_steps
         try:
@@ -145,11 +146,8 @@ def _run(
             log.write_text(exc.traceback_text)
             wrong_usage = exc.type_name == "ConfigError"
             raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {log})") from exc
-        except RayError as exc:
-            raise ScError(
-                f"the controller's process died: {exc}; the same command goes on from the"
-                " newest checkpoint"
-            ) from exc
+        except RayActorError as exc:
+            raise died("the controller", exc) from exc
     bundles = published(run.path)
     newest = f"; {run.path / CHECKPOINTS / next(iter(bundles))}" if bundles else ""
     reached = f"step {result.step} of {max_steps}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -39,7 +41,7 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
     if config.cluster.address is None and not ray.is_initialized():
         check_cpus(config, config.cluster.num_cpus)
         on_exit.callback(ray.shutdown)
-        with _other_process_group():
+        with _other_process_group(), _own_sigterm():
             started = ray.init(
                 address="local",
                 num_cpus=config.cluster.num_cpus,
@@ -81,6 +83,17 @@ def kill(actor: Any) -> None:
     """End an actor's process, if it is still there."""
     with suppress(Exception):  # it is gone, or Ray is
         ray.kill(actor)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """`ray.init` takes SIGTERM for itself; give it back to who had it."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

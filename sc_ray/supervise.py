@@ -41,8 +41,11 @@ class Signals:
         self._on_save: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.getsignal(number) for number in (*_ENDS, signal.SIGUSR1)}
-        self.install()
+        for number in (*_ENDS, signal.SIGUSR1):
+            self._before[number] = signal.getsignal(number)
+        for number in _ENDS:
+            signal.signal(number, self._end)
+        signal.signal(signal.SIGUSR1, lambda *_: self._on_save())
         return self
 
     def __exit__(
@@ -53,12 +56,6 @@ class Signals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def install(self) -> None:
-        """Handle the signals here, again if somebody took them over, as `ray.init` does."""
-        for number in _ENDS:
-            signal.signal(number, self._end)
-        signal.signal(signal.SIGUSR1, lambda *_: self._on_save())
 
     def steer(self, on_stop: Callable[[str], None], on_save: Callable[[], None]) -> None:
         """Whom to tell from now on. Both are called between two steps of the main thread."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sc_ray.__main__ import DONE, FAILED, STOPPED, WRONG_USAGE, main
 from sc_ray.demo_crash import kill_tree
 from sc_ray.progress import Console, learning_curve, step_line
 from sc_ray.run_directory import RunDirectory, last_report, published, running_pid
+from sc_ray.setup import run_id
 from sc_ray.supervise import Interrupted, Signals
 
 # wrong input: one line, and nothing started -------------------------------------------
@@ -238,12 +240,38 @@ with Signals() as signals:
     assert (ended.returncode, ended.stdout) == (FAILED, "SIGTERM\n")
 
 
+def test_the_processes_of_ray_get_no_signal_meant_for_ours() -> None:
+    program = """
+import os, subprocess
+from sc_ray.cluster import _other_process_group
+before = os.getpgrp()
+with _other_process_group():
+    child = subprocess.Popen(["sleep", "60"])
+print(os.getpgid(child.pid) != before, os.getpgrp() == before)
+child.kill()
+child.wait()
+"""
+    shell = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, program]  # not the group's leader
+    ended = subprocess.run(
+        shell,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert ended.stdout == "True True\n"
+
+
 # whole runs ---------------------------------------------------------------------------
 
 FOR_EVER = "grpo.max_num_steps=100000"
 SMALL = (
     "--config",
     "exact",
+    "task.jsonl=prompts.jsonl",
+    "task.reward=my_rewards:longest",
     "grpo.num_prompts_per_step=2",
     "grpo.num_generations_per_prompt=4",
     "checkpointing.save_period=2",
@@ -252,17 +280,21 @@ SMALL = (
     "policy.model.num_attention_heads=2",
     "policy.model.num_key_value_heads=1",
 )
+REWARDS = """
+def longest(prompt, completion, answer):
+    return len(completion) / 16
+"""
 PATIENCE_S = 300.0
 
 
 class Run:
-    """One start of the command."""
+    """One start of the command, in the directory where prompts and rewards are."""
 
     def __init__(self, run: Path, *settings: str) -> None:
         self.path = run
-        command = [sys.executable, "-m", "sc_ray", "train", "--out", str(run), *SMALL, *settings]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "sc_ray", "train", "--out", str(run), *SMALL, *settings],
+            cwd=run.parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -291,7 +323,10 @@ class Run:
 
 
 @pytest.fixture
-def start() -> Iterator[Any]:
+def start(tmp_path: Path) -> Iterator[Any]:
+    prompts = [json.dumps({"prompt": f"{n}=", "answer": str(n)}) for n in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
     runs: list[Run] = []
 
     def start_run(path: Path, *settings: str) -> Run:
@@ -319,31 +354,48 @@ def audit_of(run: Path) -> str:
     return subprocess.run(audit, capture_output=True, text=True, check=True).stdout
 
 
-def ours_in_memory() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob("single-controller.*")]
+def left_behind(run: Path) -> list[str]:
+    """Files in memory, and processes of Ray, that outlived the last start of `run`."""
+    session = (run / "logs" / "ray").readlink().parent.name
+    found = [path.name for path in Path("/dev/shm").glob(f"*{run_id(run)}*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_text()
+            if session in command or session in (process / "environ").read_text():
+                found.append(command)
+    return found
 
 
 def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(
     start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """On another event loop each time, and with the same weights to the last bit."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    before = ours_in_memory()
 
-    killed = start(broken, FOR_EVER)
+    def command(status: int, *arguments: str) -> str:
+        assert main(list(arguments)) == status
+        out, err = capsys.readouterr()
+        return out + err
+
+    killed = start(broken, FOR_EVER, "event_loop=trio")
     killed.until(3)
     assert killed.kill() > 5  # the driver, Ray's daemons, the workers
 
-    resumed = start(broken, FOR_EVER)
-    resumed.until(6)
-    assert main(["train", "--out", str(broken), *SMALL]) == FAILED
-    assert f"is in use by pid {resumed.pid}" in capsys.readouterr().err
-    os.kill(resumed.pid, signal.SIGTERM)
-    status, output = resumed.end()
+    stopped = start(broken, FOR_EVER, "event_loop=uvloop")
+    stopped.until(5)
+    told = json.loads(command(DONE, "status", str(broken), "--json"))
+    assert (told["phase"], told["audit"], told["state"]) == ("running", "ok", "running")
+    in_use = command(FAILED, "train", "--out", str(broken))
+    assert f"is in use by pid {stopped.pid}" in in_use
+    saved = command(DONE, "checkpoint", str(broken))
+    assert saved.startswith(f"saved {broken / 'checkpoints' / 'step_'}")
+    assert command(DONE, "stop", str(broken)).startswith("stopped at step ")
+    status, output = stopped.end()
     assert status == STOPPED, output
     assert "resuming from" in output
     assert "SIGTERM: saving a checkpoint, then ending" in output
-    assert main(["status", str(broken)]) == DONE
-    shown = capsys.readouterr().out
+    assert left_behind(broken) == []
+    shown = command(DONE, "status", str(broken))
     assert shown.startswith("stopped (not running)")
     assert "conservation: ok" in shown
 
@@ -358,29 +410,13 @@ def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(
     assert status == DONE, output
     assert steps_of(whole) == list(range(1, last + 1))
     assert weights_of(broken, last) == weights_of(whole, last)
-    assert ours_in_memory() == before
 
-
-def test_steering_a_run_and_changing_its_group_size(
-    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = start(tmp_path, FOR_EVER, "checkpointing.save_period=100000", "event_loop=trio")
-    run.until(1)
-    assert main(["checkpoint", str(tmp_path)]) == DONE
-    assert capsys.readouterr().out.startswith(f"saved {tmp_path / 'checkpoints' / 'step_'}")
-    assert main(["status", str(tmp_path), "--json"]) == DONE
-    told = json.loads(capsys.readouterr().out)
-    assert (told["phase"], told["audit"], told["state"]) == ("running", "ok", "running")
-    assert main(["stop", str(tmp_path)]) == DONE
-    assert capsys.readouterr().out.startswith("stopped at step ")
-    status, output = run.end()
-    assert status == STOPPED, output
-
-    bundles = published(tmp_path)
-    status, output = start(tmp_path, "grpo.num_generations_per_prompt=3").end()
+    bundles = published(broken)
+    status, output = start(broken, "grpo.num_generations_per_prompt=3").end()
     assert status == FAILED
     assert output.splitlines()[-1] == (
         "sc_ray: error: the checkpoint's groups have 4 siblings and"
         " grpo.num_generations_per_prompt is 3: a run can't change its group size"
     )
-    assert published(tmp_path) == bundles
+    assert published(broken) == bundles
+    assert left_behind(broken) == []
