@@ -1,5 +1,8 @@
 """In-memory ports, whole runs on them, and suites that check any implementation of a port."""
 
+from sc_core.testing.conformance import ROW_CHECKS as ROW_CHECKS
+from sc_core.testing.conformance import Subject as Subject
+from sc_core.testing.conformance import snapshot_restores_the_store as snapshot_restores_the_store
 from sc_core.testing.data_plane import Call as Call
 from sc_core.testing.data_plane import MemoryBootstrap as MemoryBootstrap
 from sc_core.testing.data_plane import MemoryDataPlane as MemoryDataPlane
