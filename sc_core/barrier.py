@@ -64,7 +64,8 @@ class CheckpointBarrier:
     cancelled waiter gives back what it was granted meanwhile and lets in those who waited only
     for it, also under a native `asyncio.Task.cancel()`. Entering an uncontended barrier neither
     yields nor looks for a pending cancel: the section's own first await does. A native cancel
-    ignores shields, so calls that must be over when the section is go through `calls.settle`.
+    ignores shields, so it can end a section whose thread call still runs; but it reaches one task
+    only, so enter sections in a child of the one that may be hit, as `SingleController.run` does.
 
     **Elsewhere.** tricycle's RWLock is as fair, and refuses to nest. aiorwlock prefers writers,
     and nests within one task only. In both, readers queued behind a writer that gives up sleep on

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,17 @@ async def test_mutations_that_arrive_under_a_checkpoint_enter_when_it_leaves() -
     assert entered == {"C1": 0} | {f"M{i}": max(i, 10) for i in range(1, 200)}
 
 
+async def test_nobody_enters_beside_a_checkpoint_that_had_to_wait() -> None:
+    entered = await play(
+        CheckpointBarrier(),
+        Part("M1", at=0, hold=10),
+        Part("C1", at=1, hold=10),
+        Part("M2", at=15),
+        Part("C2", at=16),
+    )
+    assert entered == {"M1": 0, "C1": 10, "M2": 20, "C2": 21}
+
+
 async def test_a_stream_of_checkpoints_does_not_starve_a_mutation() -> None:
     entered = await play(
         CheckpointBarrier(),
@@ -134,7 +146,7 @@ async def test_a_stream_of_checkpoints_does_not_starve_a_mutation() -> None:
 
 
 @pytest.mark.parametrize("side", ["mutation", "checkpoint"])
-def test_uncontended_entry_neither_yields_nor_needs_an_event_loop(side: Side) -> None:
+async def test_uncontended_entry_and_leaving_do_not_yield(side: Side) -> None:
     barrier = CheckpointBarrier()
     section = section_of(barrier, side)
     with pytest.raises(StopIteration):
@@ -143,6 +155,7 @@ def test_uncontended_entry_neither_yields_nor_needs_an_event_loop(side: Side) ->
     with pytest.raises(StopIteration):
         section.__aexit__(None, None, None).send(None)
     assert barrier.statistics() == FREE
+    assert not barrier.holds_section()
 
 
 async def test_uncontended_entry_leaves_a_pending_cancel_to_the_body() -> None:
@@ -155,6 +168,26 @@ async def test_uncontended_entry_leaves_a_pending_cancel_to_the_body() -> None:
             reached.append("after its first await")
     assert reached == ["body"]
     assert barrier.statistics() == FREE
+
+
+async def test_uncontended_entry_takes_the_short_way_again_after_contention() -> None:
+    barrier = CheckpointBarrier()
+
+    def calls_to_enter_and_leave() -> list[str]:
+        section, calls = barrier.mutation(), []
+        sys.setprofile(lambda frame, event, _: calls.append(f"{event} {frame.f_code.co_name}"))
+        try:
+            for step in (section.__aenter__(), section.__aexit__(None, None, None)):
+                with contextlib.suppress(StopIteration):
+                    step.send(None)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    before = calls_to_enter_and_leave()
+    await play(barrier, Part("M1", at=0), Part("C1", at=0.5), Part("M2", at=0.7))
+    await play(barrier, Part("M1", at=0, hold=2), Part("C1", at=0.5, cancel_at=1))
+    assert calls_to_enter_and_leave() == before
 
 
 @pytest.mark.parametrize("side", ["mutation", "checkpoint"])
@@ -193,7 +226,7 @@ async def test_an_error_or_a_cancel_in_the_body_leaves_the_section(side: Side) -
 # the twins that don't wait -------------------------------------------------------------
 
 
-def test_nowait_enters_a_free_barrier_and_leave_gives_it_back() -> None:
+async def test_nowait_enters_a_free_barrier_and_leave_gives_it_back() -> None:
     barrier = CheckpointBarrier()
     first, second = barrier.mutation_nowait("a"), CheckpointBarrier().mutation_nowait("b")
     assert barrier.statistics().mutations == 1
@@ -205,7 +238,7 @@ def test_nowait_enters_a_free_barrier_and_leave_gives_it_back() -> None:
     assert barrier.statistics() == FREE
 
 
-def test_nowait_would_block_beside_the_other_side() -> None:
+async def test_nowait_would_block_beside_the_other_side() -> None:
     def nowait_elsewhere(enter: Callable[[], Any]) -> None:
         contextvars.Context().run(enter)  # a task that holds nothing
 
@@ -372,6 +405,18 @@ async def test_a_left_inner_section_does_not_hide_the_outer_one() -> None:
     assert barrier.statistics() == FREE
 
 
+async def test_a_left_inner_section_does_not_hide_the_outer_one_from_the_next_inner_one() -> None:
+    barrier = CheckpointBarrier()
+    async with barrier.mutation("outer"):
+        for _ in range(3):
+            async with barrier.mutation("inner"):
+                assert barrier.statistics().mutations == 2
+            assert barrier.holds_section()
+            with pytest.raises(BarrierMisuse):
+                barrier.checkpoint_nowait()
+    assert not barrier.holds_section()
+
+
 async def test_sections_may_be_left_in_any_order_and_in_any_context() -> None:
     barrier = CheckpointBarrier()
     first, second = barrier.mutation_nowait("first"), barrier.mutation_nowait("second")
@@ -515,8 +560,9 @@ async def test_a_section_is_entered_once(side: Side) -> None:
     async with section:
         with pytest.raises(BarrierMisuse, match=f"{side} 'again' was entered before"):
             await section.__aenter__()
-    with pytest.raises(BarrierMisuse, match="make a new one for each use"):
-        section.enter_nowait()
+    for enter_again in (section.enter_nowait, lambda: section.__aenter__().send(None)):
+        with pytest.raises(BarrierMisuse, match="make a new one for each use"):
+            enter_again()
     assert barrier.statistics() == FREE
 
 
@@ -531,12 +577,13 @@ async def test_a_section_that_waits_can_not_be_entered_by_a_second_task() -> Non
         except BarrierMisuse as misuse:
             refused.append(str(misuse))
 
-    async with anyio.create_task_group() as tg:
-        tg.start_soon(enter)
-        tg.start_soon(enter)
-        async with barrier.checkpoint():
-            await wait_all_tasks_blocked()
-            assert barrier.statistics().waiting == 1
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(enter)
+            tg.start_soon(enter)
+            async with barrier.checkpoint():
+                await wait_all_tasks_blocked()
+                assert barrier.statistics().waiting == 1
     assert refused == ["mutation 'shared' was entered before: make a new one for each use"]
     assert barrier.statistics() == FREE
 
@@ -634,15 +681,16 @@ async def test_statistics_and_repr_name_holders_and_waiters_with_labels_and_ages
     ]
 
 
-def test_a_long_list_of_holders_is_cut_short_in_the_repr_only() -> None:
+async def test_a_long_list_of_holders_is_cut_short_in_the_repr_only() -> None:
     barrier = CheckpointBarrier(clock=lambda: 0.0)
-    for number in range(8):
-        barrier.mutation_nowait(f"m{number}")
+    held = [barrier.mutation_nowait(f"m{number}") for number in range(8)]
     assert repr(barrier).endswith("mutation 'm4' for 0 s, 3 more>")
     assert len(barrier.statistics().holders) == 8
+    for section in held:
+        section.leave()
 
 
-def test_ages_come_from_the_real_clock_unless_another_is_given() -> None:
+async def test_ages_come_from_the_real_clock_unless_another_is_given() -> None:
     barrier = CheckpointBarrier()
     section = barrier.mutation_nowait()
     first = barrier.statistics().holders[0].age_s
@@ -687,7 +735,7 @@ async def test_a_deadline_of_zero_is_for_those_who_need_not_wait() -> None:
     async with barrier.checkpoint(deadline_s=0):
         pass
     busy = contextvars.Context().run(barrier.mutation_nowait)
-    with pytest.raises(BarrierTimeout):
+    with pytest.raises(BarrierTimeout), anyio.fail_after(60):
         async with barrier.checkpoint(deadline_s=0):
             pass
     busy.leave()
@@ -861,7 +909,9 @@ def test_a_section_granted_and_natively_cancelled_in_one_tick_is_handed_back(
 
 
 @pytest.mark.parametrize("side", ["mutation", "checkpoint"])
-def test_a_section_stays_held_until_its_thread_call_has_returned(side: Side) -> None:
+def test_a_child_tasks_section_outlasts_its_thread_call_when_the_parent_is_natively_cancelled(
+    side: Side,
+) -> None:
     async def main() -> None:
         barrier = CheckpointBarrier()
         working, may_end = threading.Event(), threading.Event()
@@ -874,7 +924,11 @@ def test_a_section_stays_held_until_its_thread_call_has_returned(side: Side) -> 
             async with section_of(barrier, side):
                 await settle("write", 60, lambda: in_thread(write))
 
-        task = asyncio.create_task(use())
+        async def parent() -> None:
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(use)
+
+        task = asyncio.create_task(parent())
         await asyncio.to_thread(working.wait, 10)
         for _ in range(3):
             task.cancel()

@@ -30,18 +30,22 @@ async def test_a_waiter_wakes_when_the_value_is_accepted_and_gets_that_value() -
 
 
 async def test_the_accepted_value_is_returned_even_if_it_changed_before_the_waiter_ran() -> None:
-    version: Watched[int] = Watched(0)
-    got: list[int] = []
+    version, got, asked = Watched(0), [], []
+
+    def accepts(value: int) -> bool:
+        asked.append(value)
+        return value >= 1
 
     async def wait() -> None:
-        got.append(await version.wait_until(lambda v: v == 1))
+        got.append(await version.wait_until(accepts))
 
     async with anyio.create_task_group() as tg:
         tg.start_soon(wait)
         await wait_all_tasks_blocked()
         version.set(1)
+        assert version.statistics().waiting == 0
         version.set(2)
-    assert got == [1]
+    assert (got, asked) == ([1], [0, 1])
 
 
 async def test_an_accepted_value_is_still_a_checkpoint() -> None:
