@@ -10,26 +10,35 @@ from sc_core.barrier import CheckpointBarrier as CheckpointBarrier
 from sc_core.bundle import BundleStore as BundleStore
 from sc_core.calls import in_thread as in_thread
 from sc_core.calls import inline as inline
+from sc_core.calls import settle as settle
+from sc_core.config import AsyncRlConfig as AsyncRlConfig
+from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
+from sc_core.config import GrpoConfig as GrpoConfig
 from sc_core.config import decode as decode
 from sc_core.controller import ControllerStatistics as ControllerStatistics
 from sc_core.controller import Ports as Ports
 from sc_core.controller import RunResult as RunResult
 from sc_core.controller import SingleController as SingleController
+from sc_core.disk import LOCAL as LOCAL
+from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
 from sc_core.errors import CallTimeout as CallTimeout
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
+from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
+from sc_core.errors import RolloutError as RolloutError
 from sc_core.errors import RunInUse as RunInUse
 from sc_core.errors import SaveError as SaveError
 from sc_core.errors import ScError as ScError
 from sc_core.errors import WeightSyncError as WeightSyncError
+from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import root_cause as root_cause
 from sc_core.events import JsonlEventLog as JsonlEventLog
 from sc_core.events import JsonlMetrics as JsonlMetrics
@@ -51,20 +60,26 @@ from sc_core.ports import WeightSync as WeightSync
 from sc_core.records import Batch as Batch
 from sc_core.records import Cut as Cut
 from sc_core.records import Group as Group
+from sc_core.records import GroupId as GroupId
 from sc_core.records import Prompt as Prompt
 from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
+from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
 from sc_core.restore import restore as restore
+from sc_core.samplers import build_sampler as build_sampler
+from sc_core.samplers import check_capacity as check_capacity
 from sc_core.verify import VerifiedBundle as VerifiedBundle
+from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
 from sc_core.verify import verify as verify
 from sc_core.watched import Watched as Watched
 
 __all__ = [
     "AdvantageEstimator",
+    "AsyncRlConfig",
     "AuditReport",
     "BarrierStatistics",
     "Batch",
@@ -73,21 +88,27 @@ __all__ = [
     "BundleStore",
     "CallTimeout",
     "CheckpointBarrier",
+    "CheckpointingConfig",
     "Columns",
     "ConfigChanged",
     "ConfigError",
+    "Conservation",
     "ControllerConfig",
     "ControllerStatistics",
     "Cut",
     "DataFailure",
     "DataPlane",
     "DataPlaneError",
+    "DiskLock",
     "EndOfPrompts",
     "EventSink",
     "Group",
     "GroupFilter",
+    "GroupId",
+    "GrpoConfig",
     "JsonlEventLog",
     "JsonlMetrics",
+    "LOCAL",
     "MetricsSink",
     "MissingRows",
     "Places",
@@ -98,11 +119,13 @@ __all__ = [
     "ReadyStore",
     "RestoreError",
     "RestoreOrderError",
+    "RolloutError",
     "RolloutWorker",
     "RunInUse",
     "RunResult",
     "Runner",
     "Sample",
+    "SampleId",
     "Sampler",
     "SaveError",
     "ScError",
@@ -114,13 +137,18 @@ __all__ = [
     "Watched",
     "WeightSync",
     "WeightSyncError",
+    "WorkerDied",
     "ZeroVarianceFilter",
     "audit",
+    "build_sampler",
+    "candidates",
+    "check_capacity",
     "decode",
     "in_thread",
     "inline",
     "newest_valid",
     "restore",
     "root_cause",
+    "settle",
     "verify",
 ]

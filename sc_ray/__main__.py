@@ -22,7 +22,10 @@ from typing import Any
 
 import msgspec
 
-from sc_core.errors import ConfigError, ScError
+from sc_core import (
+    ConfigError,
+    ScError,
+)
 from sc_ray.run_directory import (
     CHECKPOINTS,
     LOGS,

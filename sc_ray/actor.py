@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sc_core.controller import RunResult
-from sc_core.errors import Conservation
+from sc_core import (
+    Conservation,
+    RunResult,
+)
 from sc_ray.failures import ControllerFailed
 from sc_ray.hosted import Controller, EventLoop, HostedController
 

@@ -14,7 +14,9 @@ import anyio.lowlevel
 import ray
 from ray.exceptions import RayTaskError
 
-from sc_core.errors import CallTimeout
+from sc_core import (
+    CallTimeout,
+)
 
 R = TypeVar("R")
 

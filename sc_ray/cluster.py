@@ -14,7 +14,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from sc_core.errors import ConfigError
+from sc_core import (
+    ConfigError,
+)
 from sc_ray.settings import TrainConfig
 
 _OBJECT_STORE_BYTES = 256 << 20

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from sc_core.errors import ConfigError, DataPlaneError
+from sc_core import (
+    ConfigError,
+    DataPlaneError,
+)
 
 Baseline = Literal["leave_one_out", "mean"]
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import traceback
 
-from sc_core.errors import CallTimeout, ScError, root_cause
+from sc_core import (
+    CallTimeout,
+    ScError,
+    root_cause,
+)
 
 _AT_MOST_CHARACTERS = 100_000
 """Of a traceback: the newest part of a very deep one is enough, and Ray sends it in one piece."""

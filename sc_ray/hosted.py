@@ -14,7 +14,10 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from sc_core.controller import ControllerStatistics, RunResult
+from sc_core import (
+    ControllerStatistics,
+    RunResult,
+)
 from sc_ray.failures import ControllerFailed
 
 R = TypeVar("R")

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from sc_core.errors import ConfigError
+from sc_core import (
+    ConfigError,
+)
 
 
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

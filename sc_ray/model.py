@@ -13,7 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sc_core.errors import ConfigError, RestoreError
+from sc_core import (
+    ConfigError,
+    RestoreError,
+)
 
 if TYPE_CHECKING:
     from sc_ray.tokenizer import Tokenizer

@@ -22,18 +22,18 @@ from transfer_queue import StorageKeyNotFoundError
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 
-from sc_core.disk import LOCAL
-from sc_core.errors import (
+from sc_core import (
+    LOCAL,
     BundleDamaged,
+    Columns,
     ConfigChanged,
     DataPlaneError,
     MissingRows,
     RestoreError,
     RestoreOrderError,
+    SampleId,
     SaveError,
 )
-from sc_core.ports import Columns
-from sc_core.records import SampleId
 
 CONTROLLER = "TransferQueueController"
 NAMESPACE = "transfer_queue"

@@ -10,8 +10,12 @@ from typing import Any
 import anyio.lowlevel
 import msgspec
 
-from sc_core.errors import ConfigError, EndOfPrompts, RestoreError
-from sc_core.records import PulledPrompt
+from sc_core import (
+    ConfigError,
+    EndOfPrompts,
+    PulledPrompt,
+    RestoreError,
+)
 
 
 class _Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

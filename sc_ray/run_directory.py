@@ -12,9 +12,14 @@ from typing import Any
 
 import msgspec
 
-from sc_core.disk import LOCAL, DiskLock
-from sc_core.errors import RunInUse, SaveError, ScError
-from sc_core.verify import candidates
+from sc_core import (
+    LOCAL,
+    DiskLock,
+    RunInUse,
+    SaveError,
+    ScError,
+    candidates,
+)
 
 CHECKPOINTS, EVENTS, METRICS, LOGS = "checkpoints", "events.jsonl", "metrics.jsonl", "logs"
 LOCK, STATUS = "lock", "status.json"

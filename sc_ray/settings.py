@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 import yaml
 
-from sc_core.config import (
+from sc_core import (
     AsyncRlConfig,
     CheckpointingConfig,
+    ConfigError,
     ControllerConfig,
     GrpoConfig,
     decode,
 )
-from sc_core.errors import ConfigError
 from sc_ray.estimators import Baseline
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig

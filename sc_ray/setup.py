@@ -20,14 +20,22 @@ import anyio
 import msgspec
 import ray
 
-from sc_core.bundle import BundleStore
-from sc_core.calls import in_thread
-from sc_core.controller import Ports, SingleController
-from sc_core.errors import ConfigError, RunInUse
-from sc_core.events import JsonlEventLog, JsonlMetrics
-from sc_core.ports import DataPlane
-from sc_core.restore import ReadyStore, SentStore, restore
-from sc_core.samplers import build_sampler, check_capacity
+from sc_core import (
+    BundleStore,
+    ConfigError,
+    DataPlane,
+    JsonlEventLog,
+    JsonlMetrics,
+    Ports,
+    ReadyStore,
+    RunInUse,
+    SentStore,
+    SingleController,
+    build_sampler,
+    check_capacity,
+    in_thread,
+    restore,
+)
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.estimators import GrpoAdvantages

@@ -13,8 +13,10 @@ import anyio
 import anyio.lowlevel
 from ray.exceptions import RayError
 
-from sc_core.controller import RunResult
-from sc_core.errors import root_cause
+from sc_core import (
+    RunResult,
+    root_cause,
+)
 from sc_ray.bridge import await_ref
 from sc_ray.progress import Console, step_line
 from sc_ray.run_directory import CHECKPOINTS, RunDirectory, published

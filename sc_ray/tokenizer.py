@@ -9,7 +9,11 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sc_core.errors import ConfigError, DataFailure, RestoreError
+from sc_core import (
+    ConfigError,
+    DataFailure,
+    RestoreError,
+)
 
 PAD, EOS = "<pad>", "<eos>"
 

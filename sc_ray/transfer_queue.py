@@ -23,10 +23,16 @@ import ray
 import torch
 import transfer_queue
 
-from sc_core.calls import settle
-from sc_core.errors import CallTimeout, ConfigError, DataPlaneError, RestoreError, ScError
-from sc_core.ports import Columns
-from sc_core.records import SampleId
+from sc_core import (
+    CallTimeout,
+    Columns,
+    ConfigError,
+    DataPlaneError,
+    RestoreError,
+    SampleId,
+    ScError,
+    settle,
+)
 from sc_ray.bridge import LoopThread, await_future, result_within, within
 from sc_ray.partition import CONTROLLER, NAMESPACE, Partition
 

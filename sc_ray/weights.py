@@ -15,8 +15,11 @@ from typing import Protocol, TypeVar
 
 import anyio
 
-from sc_core.calls import in_thread
-from sc_core.errors import ConfigError, WeightSyncError
+from sc_core import (
+    ConfigError,
+    WeightSyncError,
+    in_thread,
+)
 
 R = TypeVar("R")
 

@@ -7,7 +7,9 @@ from typing import TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from sc_core.errors import WorkerDied
+from sc_core import (
+    WorkerDied,
+)
 from sc_ray.bridge import await_ref
 
 R = TypeVar("R")

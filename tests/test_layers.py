@@ -87,3 +87,13 @@ def test_the_public_names_are_listed_once_and_exist() -> None:
     assert len(sc_core.__all__) == len(set(sc_core.__all__))
     assert all(hasattr(sc_core, name) for name in sc_core.__all__)
     assert sc_core.__all__ == sorted(sc_core.__all__)
+
+
+def test_sc_ray_uses_public_names_only() -> None:
+    wrong = [
+        f"{path.stem} imports {module}"
+        for path in (ROOT.parent / "sc_ray").rglob("*.py")
+        for module in imports_of(path)
+        if module.startswith("sc_core.")
+    ]
+    assert wrong == []

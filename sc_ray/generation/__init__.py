@@ -10,7 +10,9 @@ from typing import Literal
 import msgspec
 import torch
 
-from sc_core.errors import ConfigError
+from sc_core import (
+    ConfigError,
+)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,16 @@ import anyio.lowlevel
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from sc_core.errors import ConfigError, DataFailure, RolloutError, ScError, WorkerDied
-from sc_core.records import GroupId, Prompt, Sample
+from sc_core import (
+    ConfigError,
+    DataFailure,
+    GroupId,
+    Prompt,
+    RolloutError,
+    Sample,
+    ScError,
+    WorkerDied,
+)
 from sc_ray.bridge import await_future
 from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import Example, Rollouts

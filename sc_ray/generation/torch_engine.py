@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from sc_core.errors import DataFailure
+from sc_core import (
+    DataFailure,
+)
 from sc_ray.generation import Completion, Request
 from sc_ray.model import configure_torch, load_weights
 from sc_ray.tokenizer import Tokenizer

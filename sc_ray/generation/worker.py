@@ -12,8 +12,12 @@ from typing import Any
 import msgspec
 import ray
 
-from sc_core.errors import DataFailure, RolloutError, WeightSyncError
-from sc_core.records import Prompt
+from sc_core import (
+    DataFailure,
+    Prompt,
+    RolloutError,
+    WeightSyncError,
+)
 from sc_ray.bridge import await_future
 from sc_ray.generation import Completion, Request, request_seed
 from sc_ray.generation.torch_engine import TorchEngine

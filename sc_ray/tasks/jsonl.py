@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-from sc_core.errors import ConfigError
+from sc_core import (
+    ConfigError,
+)
 from sc_ray.tasks.rewards import exact_match
 from sc_ray.tasks.task import Reward, Task
 

@@ -6,7 +6,9 @@ import difflib
 import importlib
 from typing import cast
 
-from sc_core.errors import ConfigError
+from sc_core import (
+    ConfigError,
+)
 from sc_ray.tasks.task import Reward
 
 

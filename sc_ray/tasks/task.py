@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sc_core.errors import DataFailure
+from sc_core import (
+    DataFailure,
+)
 
 
 class Reward(Protocol):

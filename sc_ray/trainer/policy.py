@@ -11,7 +11,11 @@ import msgspec
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from sc_core.errors import ConfigError, RestoreError, ScError
+from sc_core import (
+    ConfigError,
+    RestoreError,
+    ScError,
+)
 from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss
 from sc_ray.model import (
     ModelConfig,

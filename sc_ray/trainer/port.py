@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sc_core.records import Batch
+from sc_core import (
+    Batch,
+)
 from sc_ray.workers import answer
 
 

@@ -10,8 +10,10 @@ from typing import TypeVar
 import msgspec
 import ray
 
-from sc_core.errors import ScError
-from sc_core.records import Batch
+from sc_core import (
+    Batch,
+    ScError,
+)
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
 from sc_ray.tokenizer import Tokenizer
