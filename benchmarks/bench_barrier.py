@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -192,12 +193,11 @@ async def seconds_each(loop: Loop, times: int) -> float:
 
 async def handoff(times: int) -> float:
     """Seconds from the end of the mutation's body to the start of the checkpoint's."""
-    barrier, spent, left = CheckpointBarrier(), 0.0, 0.0
+    barrier, took, left = CheckpointBarrier(), [], 0.0
 
     async def save() -> None:
-        nonlocal spent
         async with barrier.checkpoint("save"):
-            spent += perf_counter() - left
+            took.append(perf_counter() - left)
 
     for _ in range(times):
         async with anyio.create_task_group() as tg:
@@ -206,17 +206,16 @@ async def handoff(times: int) -> float:
                 while not barrier.statistics().waiting:
                     await anyio.lowlevel.checkpoint()
                 left = perf_counter()
-    return spent / times
+    return median(took)
 
 
 async def event_wake(times: int) -> float:
     """Seconds from `Event.set` to the waiter's next line."""
-    spent, told = 0.0, 0.0
+    took, told = [], 0.0
 
     async def wait(news: anyio.Event) -> None:
-        nonlocal spent
         await news.wait()
-        spent += perf_counter() - told
+        took.append(perf_counter() - told)
 
     for _ in range(times):
         news = anyio.Event()
@@ -226,7 +225,7 @@ async def event_wake(times: int) -> float:
                 await anyio.lowlevel.checkpoint()
             told = perf_counter()
             news.set()
-    return spent / times
+    return median(took)
 
 
 async def reopen(barrier: CheckpointBarrier | ConditionBarrier) -> float:
@@ -273,7 +272,8 @@ async def broadcast() -> float:
 
 
 async def measure(backend: str, quick: bool) -> dict[str, list[float]]:
-    times, rounds = (300, 7) if quick else (1_000, 61)
+    # Rounds so short that a busy machine interrupts few of them: the median passes those over.
+    times, rounds = (200, 21) if quick else (200, 301)
     loops: dict[str, Loop] = {
         NOOP: noop,
         MUTATION: mutation,
@@ -281,8 +281,8 @@ async def measure(backend: str, quick: bool) -> dict[str, list[float]]:
         CHECKPOINT: checkpoint,
     }
     wakes: dict[str, Callable[[], Awaitable[float]]] = {
-        EVENT: partial(event_wake, times // 10),
-        HANDOFF: partial(handoff, times // 10),
+        EVENT: partial(event_wake, 50),
+        HANDOFF: partial(handoff, 50),
         BROADCAST: broadcast,
         REOPEN: lambda: reopen(CheckpointBarrier()),
     }
@@ -295,7 +295,7 @@ async def measure(backend: str, quick: bool) -> dict[str, list[float]]:
         if installed("aiorwlock"):
             loops[AIORWLOCK] = aiorwlock_fast
     timed = {name: partial(seconds_each, loop, times) for name, loop in loops.items()}
-    return await interleaved(timed, rounds) | await interleaved(wakes, max(5, rounds // 4))
+    return await interleaved(timed, rounds) | await interleaved(wakes, max(9, rounds // 15))
 
 
 def main() -> None:
