@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,8 @@ def _run(
         raise ConfigError(f"--resume: there is no checkpoint {resume}; auto takes the newest")
     prepared = Prepared.of(config)
     with ExitStack() as on_exit:
+        log = on_exit.enter_context((run.path / LOGS / "driver.log").open("a"))
+        on_exit.enter_context(redirect_stdout(log))  # Ray reports deaths on it, at length
         args = setup_single_controller(
             config, run.path, resume, on_exit=on_exit, prepared=prepared, say=console.say
         )
@@ -145,10 +147,10 @@ def _run(
         try:
             result = anyio.run(lambda: supervise(actor, run, console, signals, max_steps=max_steps))
         except ControllerFailed as exc:
-            log = run.path / LOGS / "failure.txt"
-            log.write_text(exc.traceback_text)
+            more = run.path / LOGS / "failure.txt"
+            more.write_text(exc.traceback_text)
             wrong_usage = exc.type_name == "ConfigError"
-            raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {log})") from exc
+            raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {more})") from exc
         except RayActorError as exc:
             raise died("the controller", exc) from exc
     bundles = published(run.path)

@@ -47,7 +47,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            (path / LOGS).mkdir(parents=True, exist_ok=True)
             self.path = path.resolve()
             self._lock: DiskLock = LOCAL.lock(self.path / LOCK)
         except OSError as exc:

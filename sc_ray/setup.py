@@ -50,7 +50,7 @@ from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
-from sc_ray.weights import FileWeightSync
+from sc_ray.weights import FileWeightSync, remove_leftovers
 
 Resume = Literal["auto", "never"] | Path
 
@@ -172,6 +172,7 @@ def setup_single_controller(
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     store = open_store(run_dir)
     _become_writer(store, say)  # before Ray: it refuses a directory that can't be written
+    on_exit.callback(remove_leftovers, run_id(run_dir))  # of an actor that did not live to do it
     with ExitStack() as here:
         here.callback(store.close)  # the actor opens it again
         say("starting Ray")

@@ -72,7 +72,7 @@ class FileWeightSync:
         self._engines = tuple(engines)
         self._run_id = run_id
         parent = parent or _memory()
-        _remove_leftovers(parent, run_id)
+        remove_leftovers(run_id, parent=parent)
         self.directory = Path(tempfile.mkdtemp(prefix=_prefix(run_id), dir=parent))
         self._lock = _lock(self.directory)  # tells other runs that this one lives
 
@@ -166,8 +166,9 @@ def _lock(directory: Path) -> int | None:
     return descriptor
 
 
-def _remove_leftovers(parent: Path, run_id: str) -> None:
-    for found in parent.glob(f"{_prefix(run_id)}*"):
+def remove_leftovers(run_id: str, *, parent: Path | None = None) -> None:
+    """Remove what earlier processes of this run left in memory; one that lives keeps its own."""
+    for found in (parent or _memory()).glob(f"{_prefix(run_id)}*"):
         try:
             owned = found.lstat()
             if not stat.S_ISDIR(owned.st_mode) or owned.st_uid != os.getuid():

@@ -28,11 +28,15 @@ async def answer(worker: str, ref: ray.ObjectRef[R]) -> R:
 
 
 def died(worker: str, report: RayActorError) -> WorkerDied:
-    """Ray's report of a death in one line: what follows the last indented line of it."""
+    """Ray's report of a death in one line: what follows the last indented line of it.
+
+    Without Ray's list of what often kills a process, which is longer than all the rest.
+    """
     reason: list[str] = []
     for line in reversed(str(report).rstrip().splitlines()):
         if line[:1].isspace():
             break
         reason.insert(0, line)
     start = "it could not start: " if report.actor_init_failed else ""
-    return WorkerDied(worker, start + " ".join(reason))
+    told = " ".join(reason).partition(" Some common causes include")[0]
+    return WorkerDied(worker, start + told)
