@@ -13,6 +13,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from sc_core.barrier import CheckpointBarrier
+from sc_core.calls import in_tree
 from sc_core.ports import AdvantageEstimator, Runner
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
@@ -43,8 +44,8 @@ class AdvantageStage:
         estimated, to_write = anyio.create_memory_object_stream[_Slice](1)
         with read, to_estimate, estimated, to_write:  # also when a task never came to start
             async with anyio.create_task_group() as stage:
-                stage.start_soon(self._fetch, batch, read)
-                stage.start_soon(self._estimate, to_estimate, estimated)
+                stage.start_soon(in_tree, self._fetch, batch, read)
+                stage.start_soon(in_tree, self._estimate, to_estimate, estimated)
                 async for ids, _, columns in to_write:
                     async with self._barrier.mutation("advantage write-back"):
                         await self._rows.write_back(ids, columns)

@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from sc_core.errors import CallTimeout
+from sc_core.errors import CallCancelled, CallTimeout
 
 R = TypeVar("R")
 
@@ -38,6 +38,24 @@ async def settle(
         return result
     assert scope.cancelled_caught
     raise CallTimeout(call, deadline_s)
+
+
+async def in_tree(task: Callable[..., Awaitable[R]], *args: Any) -> R:
+    """Run a task of the tree; a cancel that the tree did not send is an error like any other.
+
+    An `asyncio.CancelledError` out of a port call (of an executor that shut down, say) would
+    end its task without a word, and the run would wait for ever for what that task was to do.
+
+    Raises:
+        CallCancelled: that happened.
+    """
+    try:
+        return await task(*args)
+    except anyio.get_cancelled_exc_class() as exc:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # one of ours goes on as it came
+        raise CallCancelled(
+            "a port call was cancelled by something outside this run; the traceback says which"
+        ) from exc
 
 
 async def in_thread(work: Callable[..., R], *args: Any) -> R:

@@ -86,6 +86,10 @@ class CallTimeout(ScError, TimeoutError):
         return f"{self.call} did not return within {self.deadline_s:g} s"
 
 
+class CallCancelled(ScError, RuntimeError):
+    """A port call ended as if cancelled, and nothing in this run had cancelled it."""
+
+
 class DataPlaneError(ScError, RuntimeError):
     """The data plane refused a call or answered it wrongly."""
 
