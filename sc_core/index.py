@@ -73,10 +73,11 @@ class ReplayIndex:
                 f"group {group.group_id} of prompt {group.ordinal} can't be added: the index"
                 f" has group {there.group_id} of prompt {there.ordinal}"
             )
+        digest = group_digest(group)  # first, as it refuses what msgpack can't hold
         self._groups[group.ordinal] = group
         self._ordinals[group.group_id] = group.ordinal
         self._enter_orders(group)
-        self.digest = (self.digest + group_digest(group)) % MODULUS
+        self.digest = (self.digest + digest) % MODULUS
 
     def select(self, groups: Iterable[Group]) -> None:
         """Ready to selected.
@@ -125,11 +126,12 @@ class ReplayIndex:
             raise ValueError(
                 f"group {group.group_id} is of prompt {old.ordinal}, not {group.ordinal}"
             )
+        change = group_digest(group) - group_digest(old)
         if group.ordinal not in self._selected:
             self._leave_orders(old)
             self._enter_orders(group)
         self._groups[group.ordinal] = group
-        self.digest = (self.digest - group_digest(old) + group_digest(group)) % MODULUS
+        self.digest = (self.digest + change) % MODULUS
 
     # ready groups ---------------------------------------------------------------------
 

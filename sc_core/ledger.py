@@ -161,6 +161,8 @@ class Ledger:
         target = old.target_step
         if target is None and stamp is not None:
             target = stamp.target_step
+        if target is not None and (type(target) is not int or target < 0):
+            raise Conservation(f"dispatch: prompt {ordinal} is stamped with target {target!r}")
         return self._put(
             replace(
                 old,
@@ -403,10 +405,10 @@ class Ledger:
 
     def _put(self, record: LedgerRecord) -> LedgerRecord:
         ordinal = record.ordinal
+        digest = record_digest(record, self._payload_digests[ordinal])
         if ordinal in self._records:
             self._count_out(self._records[ordinal])
         self._records[ordinal] = record
-        digest = record_digest(record, self._payload_digests[ordinal])
         self._digests[ordinal] = digest
         self._counts.shift(record, digest, 1)
         if record.state == "waiting":

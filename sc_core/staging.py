@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from sc_core.cut import cut_digest, encode_cut
+from sc_core.cut import check_cut, cut_digest, decode_cut, encode_cut
 from sc_core.disk import Disk
-from sc_core.errors import SaveError
+from sc_core.errors import RestoreError, SaveError
 from sc_core.manifest import (
     AT_MOST_BYTES,
     CONFIG,
@@ -90,7 +90,12 @@ class Staged:
                 f" {MAX_NESTING} containers inside one another; flatten it"
             )
         encoded = encode_cut(cut)
-        actual = cut_digest(cut)
+        try:
+            found = decode_cut(encoded)
+            check_cut(found)
+        except RestoreError as exc:
+            raise SaveError(f"the cut of step {cut.step} could not be read back: {exc}") from exc
+        actual = cut_digest(found)
         if actual != digest:
             raise SaveError(f"the cut of step {cut.step} has digest {actual}, not {digest}")
         numbers = {name: float(value) for name, value in metrics.items()}
