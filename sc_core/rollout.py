@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from sc_core.barrier import CheckpointBarrier
+from sc_core.calls import in_tree
 from sc_core.config import ControllerConfig
 from sc_core.errors import (
     CallTimeout,
@@ -28,6 +29,7 @@ from sc_core.errors import (
 from sc_core.ledger import Cause
 from sc_core.ports import GroupFilter, PromptSource, RolloutWorker
 from sc_core.records import LedgerRecord, Prompt, Sample, Stamp, sample_ids
+from sc_core.returned import check_sample
 from sc_core.rows import Rows
 from sc_core.state import RunState
 
@@ -64,15 +66,18 @@ class RolloutPump:
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
         async with anyio.create_task_group() as attempts:
-            attempts.start_soon(self._pull, attempts)
+            attempts.start_soon(in_tree, self._pull, attempts)
             while True:  # restored prompts, retries, and whatever a closed gate kept waiting
                 await self._state.wait_until(lambda _: self._next_dispatch() is not None)
                 self._dispatch(attempts)
 
     def _dispatch(self, attempts: TaskGroup) -> None:
         """Start every attempt that may start now."""
+        requests = self._state.requests
         while (ready := self._next_dispatch()) is not None:
-            attempts.start_soon(self._attempt, self._state.dispatched(*ready))
+            # Counted here, not where each begins: a drain must not overlook those about to.
+            requests.set(requests.value + self._siblings)
+            attempts.start_soon(in_tree, self._attempt, self._state.dispatched(*ready))
 
     # choosing --------------------------------------------------------------------------
 
@@ -94,13 +99,13 @@ class RolloutPump:
             if not self._may_pull(state):
                 continue
             try:
-                with anyio.fail_after(self._deadlines.source_s):
+                with anyio.move_on_after(self._deadlines.source_s) as in_time:
                     pulled = await self._source.next_prompt()
             except EndOfPrompts:
                 state.end_of_prompts()
                 return
-            except TimeoutError as exc:
-                raise CallTimeout("source.next_prompt", self._deadlines.source_s) from exc
+            if in_time.cancelled_caught:
+                raise CallTimeout("source.next_prompt", self._deadlines.source_s)
             state.pulled(pulled)
             self._dispatch(attempts)
 
@@ -149,19 +154,20 @@ class RolloutPump:
         finished: dict[int, Sample] = {}
 
         async def one(sibling: int) -> None:
-            requests.set(requests.value + 1)
             try:
-                with anyio.fail_after(self._deadlines.rollout_s):
-                    sample = await self._worker.rollout(prompt, sibling, version)
-            except TimeoutError as exc:
+                with anyio.move_on_after(self._deadlines.rollout_s):
+                    finished[sibling] = check_sample(
+                        await self._worker.rollout(prompt, sibling, version),
+                        f"sibling {sibling} of group {record.group_id}",
+                        weight_versions=range(version, self._state.ledger.weight_version + 1),
+                    )
+                    return
                 raise RolloutError(
                     f"sibling {sibling} of group {record.group_id} took longer than"
                     f" {self._deadlines.rollout_s:g} s"
-                ) from exc
+                )
             finally:
                 requests.set(requests.value - 1)
-            if isinstance(sample, Sample):
-                finished[sibling] = sample
 
         async with anyio.create_task_group() as siblings:
             for sibling in range(self._siblings):
@@ -169,7 +175,7 @@ class RolloutPump:
         if len(finished) < self._siblings:
             raise RolloutError(
                 f"group {record.group_id}: {len(finished)} of {self._siblings} siblings"
-                " came back with a sample"
+                " came back; the others were cancelled outside this run"
             )
         return [finished[sibling] for sibling in range(self._siblings)]
 
@@ -221,7 +227,7 @@ class RolloutPump:
             return
         self._backing_off.add(ordinal)
         state.retried(ordinal, cause, reason)
-        backoff_s = self._failures.backoff_base_s * 2**failed
+        backoff_s = self._failures.backoff_base_s * 2.0 ** min(failed, 100)  # far above any maximum
         await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
         self._backing_off.remove(ordinal)
         state.touch()

@@ -21,7 +21,7 @@ LAYERS = [
     {"conservation"},
     {"ledger"},
     {"samplers"},
-    {"state", "rows", "bundle", "verify"},
+    {"state", "rows", "bundle", "verify", "returned"},
     {"retention", "advantage", "weights", "watchdog", "rollout", "audit"},
     {"finaliser"},
     {"window"},
