@@ -13,7 +13,7 @@ import msgspec
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
 from sc_core.bundle import BundleStore
-from sc_core.calls import in_thread, settle
+from sc_core.calls import in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
 from sc_core.errors import RestoreOrderError, root_cause
 from sc_core.finaliser import BundleFinaliser
@@ -124,6 +124,7 @@ class SingleController:
         )
         self._barrier = CheckpointBarrier()
         self._pump: TrainPump | None = None
+        self._begun = False  #: the log says that this incarnation started or resumed
 
     async def run(self) -> RunResult:
         """Train to the last step, the end of prompts, or a stop request.
@@ -139,7 +140,7 @@ class SingleController:
         results: list[RunResult] = []
 
         async def tree() -> None:
-            results.append(await self._run())
+            results.append(await in_tree(self._run))
 
         try:
             # A native asyncio cancel reaches the caller's task, which waits here; the tree is in
@@ -152,8 +153,9 @@ class SingleController:
             if isinstance(cause, Exception):
                 reason = f"{type(cause).__name__}: {cause}"
                 logger.error("the run failed: %s", reason)
-                with suppress(OSError):  # the log's own failure may be the cause
-                    self._ports.events.append("stopped", reason=f"failed: {reason}")
+                if self._begun and self._state.log_failure is None:
+                    with suppress(OSError):  # the log's own failure may be the cause
+                        self._ports.events.append("stopped", reason=f"failed: {reason}")
             if cause is error:
                 raise
             raise cause from error
@@ -198,12 +200,18 @@ class SingleController:
     # the task tree ---------------------------------------------------------------------
 
     async def _run(self) -> RunResult:
-        plane = await self._ports.connect(self._ready)
+        deadline_s = self._config.async_rl.deadlines.data_plane_s
+        plane = await settle("connect", deadline_s, lambda: self._ports.connect(self._ready))
         try:
-            return await self._run_on(plane)
-        finally:
-            deadline_s = self._config.async_rl.deadlines.data_plane_s
-            await settle("data_plane.aclose", deadline_s, plane.aclose)
+            result = await self._run_on(plane)
+        except BaseException:
+            try:
+                await settle("data_plane.aclose", deadline_s, plane.aclose)
+            except Exception as exc:  # the error under way says more than this one
+                logger.error("the data plane's client could not be closed: %s", exc)
+            raise
+        await settle("data_plane.aclose", deadline_s, plane.aclose)
+        return result
 
     async def _run_on(self, plane: DataPlane) -> RunResult:
         config, ports, state = self._config, self._ports, self._state
@@ -262,16 +270,16 @@ class SingleController:
             stall_timeout_s = config.async_rl.stall_watchdog.stall_timeout_s
             tg.start_soon(watch, state, stall_timeout_s, self._report)
             if finaliser is not None:
-                tg.start_soon(finaliser.run)
+                tg.start_soon(in_tree, finaliser.run)
             await weights.update()  # every engine confirms the version before a prompt goes out
-            tg.start_soon(rollouts.run)
+            tg.start_soon(in_tree, rollouts.run)
             reason = await self._pump.run(resumed=self._bundle is not None)
             if finaliser is not None:
                 await finaliser.settled()
             tg.cancel_scope.cancel()  # nothing left to generate for
         ledger = state.ledger
         ports.events.append("stopped", reason=reason, step=ledger.step)
-        await self._runner(ports.events.sync)
+        await settle("event log sync", deadlines.disk_s, lambda: self._runner(ports.events.sync))
         return RunResult(
             reason=reason,
             step=ledger.step,
@@ -308,6 +316,7 @@ class SingleController:
                     " touched after it was proven untouched"
                 )
             ports.events.append("run_started", step=0, weight_version=0)
+            self._begun = True
             return
         cut = bundle.cut
         await self._runner(check_inventory, cut, listed)
@@ -324,6 +333,7 @@ class SingleController:
             step=cut.step,
             weight_version=cut.weight_version,
         )
+        self._begun = True
         for record in ledger.records():
             if record.admitted:
                 state.places.restore(record.ordinal)
@@ -337,13 +347,15 @@ class SingleController:
         regenerated = not config.checkpointing.load_replay_buffer
         if self._sampler.stamps_targets and (changed or regenerated):
             ledger.retarget(ledger.prompts_per_step, untargeted=True)
+        state.close_gap()
         await settle(
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
         )
-        await ports.source.seek(cut.position)
+        await settle("source.seek", deadlines.source_s, lambda: ports.source.seek(cut.position))
 
     def _take_cut(self, rows: Rows) -> tuple[Cut, tuple[int, int]]:
         ports, ledger = self._ports, self._state.ledger
+        self._state.require_log()
         cut = ledger.cut(
             incarnation=ports.events.incarnation,
             event_seq=ports.events.seq,

@@ -68,9 +68,13 @@ class BundleFinaliser:
             job = self._job.value
             assert job is not None
             try:
+                deadlines = self._config.async_rl.deadlines
+                await settle(
+                    "trainer.finalize_save", deadlines.trainer_s, self._trainer.finalize_save
+                )
                 await settle(
                     "publishing a bundle",
-                    self._config.async_rl.deadlines.disk_s,
+                    deadlines.disk_s,
                     lambda job=job: self._publish(*job),  # type: ignore[misc]
                 )
             except Exception as exc:
@@ -83,8 +87,6 @@ class BundleFinaliser:
     async def _publish(
         self, staged: Staged, cut: Cut, digest: str, metrics: dict[str, float]
     ) -> None:
-        await self._trainer.finalize_save()
-
         def on_disk() -> None:
             self._events.sync()  # the log up to the cut must not be younger than the bundle
             self._store.publish(

@@ -6,12 +6,13 @@ in exactly one state, and the event log says how it got there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 
+from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
@@ -30,8 +31,9 @@ class RunState:
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
         self.stop_reason: str | None = None  #: set once somebody asked the run to stop
         self.save_requested = False
-        self.requests = Watched(0)  #: rollout calls under way
+        self.requests = Watched(0)  #: rollout calls under way, or about to begin
         self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
+        self.log_failure: Exception | None = None  #: why the event log took no more
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
 
@@ -53,7 +55,7 @@ class RunState:
 
     def pulled(self, pulled: PulledPrompt) -> LedgerRecord:
         record = self.ledger.pull(pulled)
-        self.events.append("admitted", ordinal=record.ordinal)
+        self._append_many("admitted", [{"ordinal": record.ordinal}])
         return record
 
     def end_of_prompts(self) -> None:
@@ -82,8 +84,19 @@ class RunState:
         record = self.ledger.drop(ordinal, reason)
         if ordinal in self.places:
             self.places.release(ordinal)
+        self.close_gap()
         self._emit("dropped", ordinal=ordinal, group_id=record.group_id, reason=reason)
         return record
+
+    def close_gap(self) -> None:
+        """Let later groups move up where the next step is short of groups and none can come.
+
+        That is so while more are live than there are places: the settings were changed.
+        """
+        ledger = self.ledger
+        short = ledger.live_of_target(ledger.weight_version) < ledger.prompts_per_step
+        if self.sampler.stamps_targets and short and not self.places.free:
+            ledger.retarget(ledger.prompts_per_step)
 
     # groups ---------------------------------------------------------------------------
 
@@ -103,7 +116,11 @@ class RunState:
 
     def selected(self, groups: Sequence[Group], step: int) -> None:
         self.ledger.select(groups)
-        self._record_each("selected", groups, step=step)
+        try:
+            self._record_each("selected", groups, step=step)
+        except Exception:
+            self.ledger.abandon(groups)
+            raise
 
     def abandoned(self, groups: Sequence[Group], step: int) -> None:
         self.ledger.abandon(groups)
@@ -115,6 +132,7 @@ class RunState:
         self.ledger.train(groups)
         for group in groups:
             self.places.release(group.ordinal)
+        self.close_gap()
         self.gate_closed_for = f"weight sync of version {self.ledger.weight_version}"
         self.progress += 1
         self._record_each(
@@ -123,7 +141,16 @@ class RunState:
         self.touch()
 
     def evicted(self, group: Group, *, requeue: bool, reason: str) -> None:
-        """A committed group that has become too old: its prompt goes out again, or is dropped."""
+        """A committed group that has become too old: its prompt goes out again, or is dropped.
+
+        Raises:
+            Conservation: a sampler gave up a group that is not ready; nothing has changed.
+        """
+        index = self.ledger.index
+        if group.group_id not in index or index.is_selected(group.group_id):
+            raise Conservation(
+                f"sampler {self.sampler.name} gives up group {group.group_id}, which is not ready"
+            )
         self._emit("evicted", ordinal=group.ordinal, group_id=group.group_id, reason=reason)
         if requeue:
             self.regenerated(group, reason)
@@ -165,13 +192,27 @@ class RunState:
         self.ledger.audit(self.places.holders())
 
     def _emit(self, kind: EventKind, **fields: Any) -> None:
-        self.events.append(kind, **fields)
+        self._append_many(kind, [fields])
         self.touch()
 
     def _record_each(self, kind: EventKind, groups: Sequence[Group], **fields: Any) -> None:
-        self.events.append_many(
+        self._append_many(
             kind, [{"ordinal": g.ordinal, "group_id": g.group_id, **fields} for g in groups]
         )
+
+    def _append_many(self, kind: EventKind, each: Sequence[Mapping[str, Any]]) -> None:
+        """Once one append has failed, all others do: a log with a hole would contradict itself."""
+        self.require_log()
+        try:
+            self.events.append_many(kind, each)
+        except Exception as exc:
+            self.log_failure = exc
+            raise
+
+    def require_log(self) -> None:
+        """Raise what an earlier append raised: no cut may tell of what the log does not."""
+        if self.log_failure is not None:
+            raise self.log_failure
 
 
 class Stopwatch:

@@ -11,6 +11,7 @@ from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import settle
 from sc_core.config import ControllerConfig
+from sc_core.errors import Conservation
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
@@ -71,7 +72,8 @@ class TrainPump:
             self._report(lap)
             if self._save_is_due():
                 await self._save()
-        if self._window is not None and self._saved_step != ledger.step:
+        unsaved = self._state.save_requested or self._saved_step != ledger.step
+        if self._window is not None and unsaved:
             await self._save()
         return reason
 
@@ -117,8 +119,8 @@ class TrainPump:
             if not finishing:
                 await self._abandon(step, groups, opened)
             raise
-        self.last_metrics = self._metrics_of(groups, trained)
         await self._clear(groups)
+        self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
             await self._weights.update()
         return None
@@ -133,6 +135,10 @@ class TrainPump:
             if not chosen and state.nothing_more:  # the tail makes one short step
                 ledger.retarget(self._groups_per_step)
                 chosen = list(sampler.select(ledger, 1, at_most))
+            if len(chosen) > at_most:
+                raise Conservation(
+                    f"sampler {sampler.name} selected {len(chosen)} groups of {at_most} at most"
+                )
             if state.stop_reason is None and chosen:
                 chosen.sort(key=lambda group: group.ordinal)
                 state.selected(chosen, step)
@@ -189,13 +195,15 @@ class TrainPump:
             await self._call("train_microbatches", lambda: self._trainer.train_microbatches(batch))
 
     async def _abandon(self, step: int, groups: Sequence[Group], opened: bool) -> None:
-        if groups:
-            self._state.abandoned(groups, step)
-        if opened:
-            try:
-                await self._call("abandon_step", self._trainer.abandon_step)
-            except Exception as exc:  # what led here says more, if it was an error
-                logger.error("step %d could not be abandoned: %s", step, exc)
+        try:
+            if groups:
+                self._state.abandoned(groups, step)
+        finally:
+            if opened:
+                try:
+                    await self._call("abandon_step", self._trainer.abandon_step)
+                except Exception as exc:  # what led here says more, if it was an error
+                    logger.error("step %d could not be abandoned: %s", step, exc)
 
     async def _clear(self, groups: Sequence[Group]) -> None:
         async with self._barrier.mutation("clear trained rows"):
