@@ -225,15 +225,8 @@ def test_an_error_that_cannot_be_printed_still_has_a_name() -> None:
 # in Ray --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def start(cluster: None) -> Iterator[Callable[[Any], Any]]:
+def start(local_ray: None) -> Iterator[Callable[[Any], Any]]:
     actors: list[Any] = []
 
     def start_actor(args: Any) -> Any:
