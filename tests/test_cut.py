@@ -303,3 +303,4 @@ def test_targets_bind_in_order_alone_and_admitted_groups_alone() -> None:
     check_cut(replace(with_record(1, target_step=5), sampler="windowed"))
     unadmitted = {"state": "waiting", "admitted": False, "target_step": 5}
     check_cut(with_record(1, **unadmitted))
+    check_cut(with_record(1, target_step=None))  # requeued: it has yet to get one
