@@ -48,9 +48,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(RAY): pyproject.toml | $(BIN)/python
+	@echo "installing torch, ray and what they need into .venv: about 1.5 GB, some minutes"
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray]"
 	@touch $@
 
 $(ALL): pyproject.toml | $(BIN)/python
+	@echo "installing torch, ray and the tools for development into .venv: some minutes"
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray,trio,uvloop,dev]"
 	@touch $@ $(RAY)

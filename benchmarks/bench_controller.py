@@ -152,7 +152,6 @@ async def run_controller(
         ready = await restore(BundleStore(Path(scratch)), bootstrap, config, runner=inline)
 
     async def connect(token: ReadyStore) -> DataPlane:
-        token.use()
         return InstantPlane()
 
     world = InstantWorld()

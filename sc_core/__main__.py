@@ -219,7 +219,12 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
     }
     if report.bundles:
         facts["agree with the log"] = ", ".join(report.bundles)
-    return facts | {f"not compared {n}": why for n, why in report.other_bundles.items()}
+    if report.other_bundles:
+        facts["not compared"] = "; ".join(
+            why if why.startswith(name) else f"{name}: {why}"
+            for name, why in report.other_bundles.items()
+        )
+    return facts
 
 
 # shared --------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class RolloutFailureConfig(_Settings, frozen=True):
     backoff_base_s: float = 0.5  #: wait before attempt n + 1: base * 2 ** (n - 1)
     max_backoff_s: float = 30.0
     on_dropped_prompt: Literal["replace", "fail"] = "replace"
+    max_consecutive_dropped_prompts: int = 32
+    """Drops after failures, with no commit in between, that end the run: it is not the prompts."""
 
 
 class StallWatchdogConfig(_Settings, frozen=True):
@@ -104,6 +106,9 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(1, "async_rl.max_buffered_rollouts", rl.max_buffered_rollouts)
         _at_least(0, "async_rl.sampler.max_staleness_versions", rl.sampler.max_staleness_versions)
         _at_least(0, "async_rl.sampler.max_lookahead_versions", rl.sampler.max_lookahead_versions)
+        failure = rl.rollout_failure
+        in_a_row = failure.max_consecutive_dropped_prompts
+        _at_least(1, "async_rl.rollout_failure.max_consecutive_dropped_prompts", in_a_row)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         chunk = rl.min_groups_for_streaming_train
         _at_least(1, "async_rl.min_groups_for_streaming_train", chunk)

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """The world around a controller."""
 
-    connect: Callable[[ReadyStore], Awaitable[DataPlane]]  #: opens the data plane; spends the token
+    connect: Callable[[ReadyStore], Awaitable[DataPlane]]  #: opens the data plane of that store
     source: PromptSource
     worker: RolloutWorker
     trainer: Trainer
@@ -201,6 +201,7 @@ class SingleController:
 
     async def _run(self) -> RunResult:
         deadline_s = self._config.async_rl.deadlines.data_plane_s
+        self._ready.use()
         plane = await settle("connect", deadline_s, lambda: self._ports.connect(self._ready))
         try:
             result = await self._run_on(plane)

@@ -143,7 +143,7 @@ class DataFailure(RolloutError):
 
 
 class PromptDropped(ScError, RuntimeError):
-    """A prompt used up its attempts and `on_dropped_prompt` is `fail`."""
+    """A prompt used up its attempts; `on_dropped_prompt` is `fail`, or too many in a row did."""
 
     def __init__(self, group_id: str, reason: str) -> None:
         super().__init__(group_id, reason)

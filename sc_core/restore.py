@@ -50,7 +50,7 @@ class ReadyStore:
         self._used = False
 
     def use(self) -> None:
-        """Spend the token: whoever opens a data plane calls this first.
+        """Spend the token: a controller does, before it opens its data plane.
 
         Raises:
             RestoreOrderError: it was spent before.

@@ -61,6 +61,7 @@ class RolloutPump:
         self._failures = config.async_rl.rollout_failure
         self._deadlines = config.async_rl.deadlines
         self._max_inflight = max_inflight
+        self._dropped_in_a_row = 0  #: after failures, since the last commit
         self._backing_off: set[int] = set()  #: ordinals that wait before their next attempt
 
     async def run(self) -> None:
@@ -193,6 +194,7 @@ class RolloutPump:
         ends = [s.end_weight_version for s in samples if s.end_weight_version is not None]
 
         def arrived(_: None) -> None:
+            self._dropped_in_a_row = 0
             state.committed(
                 ordinal,
                 rewards=rewards,
@@ -219,9 +221,17 @@ class RolloutPump:
             failed, allowed = record.data_failures, self._failures.max_data_attempts_per_prompt
         else:
             failed, allowed = record.infra_failures, self._failures.max_infra_attempts_per_prompt
-        logger.warning("group %s failed (%s): %s", record.group_id, cause, reason)
+        logger.warning(
+            "group %s failed (%s): %s",
+            record.group_id,
+            cause,
+            reason,
+            exc_info=error if self._dropped_in_a_row == failed == 0 else None,  # one is enough
+        )
         if failed + 1 >= allowed:
-            if self._failures.on_dropped_prompt == "fail":
+            self._dropped_in_a_row += 1
+            in_a_row = self._failures.max_consecutive_dropped_prompts
+            if self._failures.on_dropped_prompt == "fail" or self._dropped_in_a_row > in_a_row:
                 raise PromptDropped(record.group_id, reason) from error
             state.dropped(ordinal, f"{cause} failure: {reason}")
             return

@@ -153,13 +153,14 @@ def _run(
             raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {more})") from exc
         except RayActorError as exc:
             raise died("the controller", exc) from exc
-    bundles = published(run.path)
-    newest = f"; {run.path / CHECKPOINTS / next(iter(bundles))}" if bundles else ""
+    bundle = f"step_{result.step}"
+    has_bundle = bundle in published(run.path)
+    newest = f"; {run.path / CHECKPOINTS / bundle}" if has_bundle else ""
     reached = f"step {result.step} of {max_steps}"
     curve = learning_curve(run.path / METRICS)
     if result.reason == "stopped":
         console.say(f"stopped at {reached}: {curve}{newest}")
-        return "stopped", STOPPED if bundles else FAILED
+        return "stopped", STOPPED if has_bundle else FAILED
     why = "" if result.reason == "max_steps" else ", out of prompts"
     console.say(f"done: {reached}{why}; {curve}{newest}")
     return "done", DONE

@@ -144,7 +144,6 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     async def _connect(self, ready: ReadyStore) -> DataPlane:
-        ready.use()
         return await in_thread(self.rows.connect)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,9 @@ R = TypeVar("R")
 Work = Callable[[], Coroutine[Any, Any, R]]
 
 
+logger = logging.getLogger(__name__)
+
+
 class TransferQueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the rows are. Plain data: send it to whichever process shall connect."""
 
@@ -51,7 +55,7 @@ class TransferQueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_deadline_s: float = 600.0
     """Of a save or a load. Beyond 200 s the storage units need telling too: set
     TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT, in seconds, in the environment of every process."""
-    start_deadline_s: float = 120.0  #: of starting TransferQueue, stopping it, connecting to it
+    start_deadline_s: float = 300.0  #: of starting TransferQueue, stopping it, connecting to it
 
     def __post_init__(self) -> None:
         if self.storage_units < 1:
@@ -218,7 +222,7 @@ class TransferQueueBootstrap(_Client):
         try:
             super().__init__(spec)
         except BaseException:
-            _stop(spec)
+            _stop_quietly(spec)
             raise
 
     def __enter__(self) -> TransferQueueBootstrap:
@@ -362,8 +366,16 @@ def _start(spec: TransferQueueSpec) -> None:
     try:
         within(spec.start_deadline_s, "starting TransferQueue", lambda: transfer_queue.init(config))
     except BaseException:
-        _stop(spec)
+        _stop_quietly(spec)
         raise
+
+
+def _stop_quietly(spec: TransferQueueSpec) -> None:
+    """Tidy up after an error, which says more than one of this."""
+    try:
+        _stop(spec)
+    except Exception as exc:
+        logger.warning("after a failed start: %s", exc)
 
 
 def _stop(spec: TransferQueueSpec) -> None:

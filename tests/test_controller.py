@@ -220,6 +220,18 @@ async def test_a_prompt_without_attempts_left_is_dropped_or_ends_the_run() -> No
         await MemoryRun(strict, range(500), script=broken).run()
 
 
+async def test_prompts_that_all_fail_end_the_run_with_the_reason() -> None:
+    async def broken(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal >= 8:
+            raise ZeroDivisionError("in the reward function")
+
+    limit = {"rollout_failure": {"max_consecutive_dropped_prompts": 5}}
+    run = MemoryRun(settings(async_rl=limit), range(500), script=broken)
+    with pytest.raises(PromptDropped, match=r"ZeroDivisionError: in the reward function"):
+        await run.run()
+    assert fates(run) == {"trained": 8, "dropped": 5}
+
+
 async def test_zero_variance_groups_are_dropped_and_replaced() -> None:
     run = MemoryRun(settings(), range(500), group_filter=ZeroVarianceFilter())
     run.engines.rollout = constant_for_even_ordinals(run)  # type: ignore[method-assign]

@@ -280,7 +280,7 @@ def test_audit_names_a_damaged_bundle_and_compares_the_others(run: Path, command
     (run / "checkpoints" / "step_6" / "MANIFEST.json").unlink()
     status, printed = command("audit", run)
     assert status == 0
-    assert "  not compared step_6 step_6: MANIFEST.json: missing\n" in printed
+    assert "  not compared        step_6: MANIFEST.json: missing\n" in printed
     assert "  agree with the log  step_3, step_9\n" in printed
 
 

@@ -90,7 +90,6 @@ class MemoryRun:
         )
 
         async def connect(token: ReadyStore) -> DataPlane:
-            token.use()
             return MemoryDataPlane(self.store, self.hooks, disk=self.disk)
 
         ports = Ports(
