@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
-from conftest import VirtualClockLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
+from virtual_clock import VirtualClockLoop
 
 from sc_core.barrier import (
     BarrierStatistics,
