@@ -91,6 +91,7 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
     assert refused(str(file)) == (
         f"{file}: unknown key grpo.max_num_step; did you mean grpo.max_num_steps?"
     )
+    assert refused(str(file), "grpo.seed=1").startswith(f"{file}: unknown key")
     assert refused("demo", "policy.optimizer.lrr=1") == (
         "command line: unknown key policy.optimizer.lrr; did you mean policy.optimizer.lr?"
     )
