@@ -113,12 +113,7 @@ class TrainerWorker:
     # disk ------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Copy the policy as of the last finished step, and begin to write it.
-
-        Waits for an earlier save, so that there is one copy at most.
-        """
-        if self._written is not None:
-            concurrent.futures.wait([self._written])
+        """Copy the policy as of the last finished step, and begin to write the copy."""
         self._written = self._writer.submit(self._policy.snapshot().write, directory)
 
     @_aside
@@ -128,9 +123,7 @@ class TrainerWorker:
             self._written.result()
 
     def load(self, directory: Path) -> None:
-        """Become what `save` wrote; a running save is awaited first."""
-        if self._written is not None:
-            concurrent.futures.wait([self._written])
+        """Become what `save` wrote."""
         self._policy.load(directory)
 
     def export_weights(self, path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 from anyio.lowlevel import checkpoint
-from ray.exceptions import TaskCancelledError
+from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from sc_core.errors import ConfigError, DataFailure, RolloutError, WeightSyncError, WorkerDied
 from sc_core.records import Prompt, Sample, group_id
@@ -444,8 +444,14 @@ async def test_errors_of_the_worker_come_with_its_name(engines: list[Recorded]) 
     with pytest.raises(RolloutError, match="^generation-0: weight version 9 was asked for"):
         await rollouts.rollout(prompt_of(3), 0, 9)
     unsendable = Prompt(ordinal=1, group_id=group_id(1, 0), payload=threading.Lock())
-    with pytest.raises(TypeError, match="lock"):
-        await rollouts.rollout(unsendable, 0, 1)
+
+    async def refused(sibling: int) -> None:
+        with pytest.raises(TypeError, match="lock"):
+            await rollouts.rollout(unsendable, sibling, 1)
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(refused, 0)
+        tg.start_soon(refused, 1)
 
 
 async def test_after_a_transfer_all_engines_generate_by_the_trainers_weights(
@@ -548,13 +554,21 @@ async def test_a_group_goes_to_the_engine_with_the_fewest_siblings(puppets: list
         await group(1, 1)  # b: 1
         await group(2, 1)  # b: 2
         await group(3, 2)  # b: 4
-        await group(4, 1)  # a
+        await group(4, 2)  # a: 5
         assert (puppets[0].sent, puppets[1].sent) == ([0, 4], [1, 2, 3])
         for puppet in puppets:
             await await_ref(puppet.actor.open.remote())
     async with anyio.create_task_group() as tg:
         await group(5, 1)  # nothing is under way any more
     assert puppets[0].sent == [0, 4, 5]
+
+
+async def kill(actor: Any) -> None:
+    """Kill an actor and wait until it is known to be dead; Ray may still answer a call or two."""
+    ray.kill(actor)
+    with pytest.raises(ActorDiedError):
+        while True:
+            await await_ref(actor.open.remote())
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
@@ -565,14 +579,14 @@ async def test_a_dead_engine_gets_no_more_and_without_any_there_is_an_end(
     rollouts = RayRollouts(puppets)
     for puppet in puppets:
         await await_ref(puppet.actor.open.remote())
-    ray.kill(puppets[0].actor)
+    await kill(puppets[0].actor)
     with pytest.raises(RolloutError, match="^a died: .*killed") as caught:
         await rollouts.rollout(prompt_of(0), 0, 1)
     assert "\n" not in str(caught.value)
     for ordinal in range(1, 4):
         assert (await rollouts.rollout(prompt_of(ordinal), 0, 1)).reward == 1
     assert (puppets[0].sent, puppets[1].sent) == ([0], [1, 2, 3])
-    ray.kill(puppets[1].actor)
+    await kill(puppets[1].actor)
     with pytest.raises(RolloutError, match="^b died"):
         await rollouts.rollout(prompt_of(5), 0, 1)
     with pytest.raises(WorkerDied, match="every generation worker died: a died: .*; b died: "):
