@@ -92,6 +92,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -106,13 +107,18 @@ class LoopThread:
         must not be taken apart.
         """
         if self._thread.is_alive():
-            self.submit(self._end())
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._begin_end)
             self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         self._loop.run_forever()
         self._loop.close()
+
+    def _begin_end(self) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end())
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -530,7 +530,7 @@ async def test_a_relay_of_nested_sections_keeps_no_dead_ones() -> None:
 
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(each, MutationSection) for each in gc.get_objects())
+        return sum(type(each) is MutationSection for each in gc.get_objects())
 
     before, kept = alive(), []
 
