@@ -64,7 +64,6 @@ class DeadlinesConfig(_Settings, frozen=True):
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
     disk_s: float = 600.0  #: writing and publishing one bundle
-    stop_grace_s: float = 30.0  #: given to an open step when a stop is requested
 
 
 class AsyncRlConfig(_Settings, frozen=True):
