@@ -486,3 +486,13 @@ async def test_another_runs_bundle_is_refused_as_its_log_is_elsewhere() -> None:
     run.directory = run.directory.with_name("elsewhere")
     with pytest.raises(ConfigChanged, match="copy its whole run directory"):
         await run.run()
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+async def test_a_power_cut_after_a_bundle_leaves_a_log_that_reaches_its_cut(seed: int) -> None:
+    """Odd seeds lose every event that was not synced: a bundle must not be younger than the log."""
+    run = MemoryRun(settings("windowed"), range(500), latency=uneven)
+    assert await run.run(crash_when=at("checkpoint", 2), seed=seed) is None
+    result = await run.run()
+    assert result is not None and result.step == 12
+    assert fates(run)["trained"] >= 48
