@@ -5,6 +5,7 @@ Start with `SingleController`; `sc_core.testing` runs a whole one in memory.
 
 from sc_core.audit import AuditReport as AuditReport
 from sc_core.audit import audit as audit
+from sc_core.audit import audit_run as audit_run
 from sc_core.barrier import BarrierStatistics as BarrierStatistics
 from sc_core.barrier import CheckpointBarrier as CheckpointBarrier
 from sc_core.bundle import BundleStore as BundleStore
@@ -140,6 +141,7 @@ __all__ = [
     "WorkerDied",
     "ZeroVarianceFilter",
     "audit",
+    "audit_run",
     "build_sampler",
     "candidates",
     "check_capacity",

@@ -129,6 +129,7 @@ def _run(
     from sc_ray.progress import Console, learning_curve
     from sc_ray.setup import Prepared, setup_single_controller, start_actor
     from sc_ray.supervise import supervise
+    from sc_ray.transfer_queue import processes_of
     from sc_ray.workers import died
 
     console = Console(sys.stdout)
@@ -145,7 +146,10 @@ def _run(
         actor = start_actor(args, on_exit)
         max_steps = config.grpo.max_num_steps
         try:
-            result = anyio.run(lambda: supervise(actor, run, console, signals, max_steps=max_steps))
+            store = processes_of(args.rows)
+            result = anyio.run(
+                lambda: supervise(actor, run, console, signals, max_steps=max_steps, vital=store)
+            )
         except ControllerFailed as exc:
             more = run.path / LOGS / "failure.txt"
             more.write_text(exc.traceback_text)
