@@ -40,7 +40,7 @@ from sc_core.bundle import BundleStore
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
 from sc_core.places import Places
-from sc_core.records import Cut, sample_ids
+from sc_core.records import Cut, SampleId
 from sc_core.rows import Rows
 from sc_core.state import RunState
 from sc_core.testing import MemoryDataPlane, MemoryEventLog, MemoryStore
@@ -74,7 +74,7 @@ class Saving:
             self.state.pulled(PulledPrompt({"prompt": f"{ordinal}+1=", "answer": "1"}, ordinal))
             self.state.dispatched(ordinal, Stamp())
             self.state.committed(ordinal, rewards=[1.0] * SIBLINGS, tokens=8, end_weight_version=0)
-        self.ids = [sample_ids(group.group_id, SIBLINGS) for group in ledger.index.groups()]
+        self._ids = [row for group in ledger.index.groups() for row in group.sample_ids]
         store = BundleStore(directory)
         store.open()
         self.close = store.close
@@ -106,6 +106,10 @@ class Saving:
             take_cut,
         )
         self.rows = Rows(plane, self.barrier, config.async_rl.deadlines)
+
+    def batches(self) -> list[list[SampleId]]:
+        """The rows of all groups, so many at a time as one call should move."""
+        return [self._ids[at : at + 800] for at in range(0, len(self._ids), 800)]
 
     async def save(self) -> Mapping[str, float]:
         """One save, to the published bundle; what the window says of its times, in seconds."""
@@ -174,14 +178,14 @@ async def holds(
     groups = megabytes * 1_000_000 // (ROW_BYTES * SIBLINGS)
     samples: dict[str, list[float]] = {name: [] for name in names(where, megabytes)}
     async with saving(plane, groups) as one:
-        for rows in one.ids:
+        for rows in one.batches():
             await plane.put_samples(rows, {"x": [value(ROW_BYTES) for _ in rows]})
         for _ in range(rounds):
             hold_s, save_s, waits_s = await held(one)
             cuts = statistics.quantiles(waits_s, n=100)
             for name, taken in zip(samples, (hold_s, save_s, cuts[49], cuts[98]), strict=True):
                 samples[name].append(taken)
-        for rows in one.ids:
+        for rows in one.batches():
             await plane.clear_samples(rows)
     return samples
 
@@ -263,7 +267,7 @@ async def blocked(one: Saving) -> float:
 async def blocks(groups: int, rounds: int) -> dict[str, list[float]]:
     plane = IdsPlane()
     async with saving(plane, groups) as one:
-        for rows in one.ids:
+        for rows in one.batches():
             await plane.put_samples(rows, {})
         stretches = [await blocked(one) for _ in range(rounds)]
     return {BLOCK: stretches, MILLISECOND: [0.001] * rounds}

@@ -267,6 +267,16 @@ class TransferQueueBootstrap(_Client):
         """All rows of the partition, also those without data."""
         return await self._read("list_sample_ids", self._partition.list_ids)
 
+    async def get_rows(self, sample_ids: Sequence[SampleId]) -> dict[str, list[Any]]:
+        """Every column of these rows, which have the same; else like `get_samples`.
+
+        Raises:
+            MissingRows: some rows don't exist, or exist without any data.
+            DataPlaneError: a column is in some of the rows only, or can't be read.
+            CallTimeout: the deadline passed.
+        """
+        return await self._read("get_rows", partial(self._partition.get_all, sample_ids))
+
     async def discard(self) -> None:
         """Stop TransferQueue and start it anew, which takes some 10 s.
 
