@@ -99,13 +99,17 @@ def _examine(bundle: VerifiedBundle) -> DeepReport:
             metadata = await store.load_checkpoint(bundle.data_plane_dir)
             listed = await store.list_sample_ids()
             check_store(bundle, metadata, listed)
-            return await _read(bundle.cut, store, len(listed))
+            return await read_rows(bundle.cut, store, len(listed))
 
         return anyio.run(compare)
 
 
-async def _read(cut: Cut, store: TransferQueueBootstrap, listed: int) -> DeepReport:
-    """Read every column of every row that a group owns."""
+async def read_rows(cut: Cut, store: TransferQueueBootstrap, listed: int) -> DeepReport:
+    """Read every column of every row that a group owns, in a store that lists so many.
+
+    Raises:
+        DataPlaneError: a row has no data, or a column can't be read; names the first.
+    """
     names: set[str] = set()
     rows = size = 0
     for group in cut.groups:

@@ -13,16 +13,16 @@ import torch
 
 from sc_core.bundle import BundleStore
 from sc_core.cut import cut_digest
-from sc_core.records import Cut
+from sc_core.errors import MissingRows
 from sc_core.window import snapshot_metadata
 from sc_ray.__main__ import DONE, FAILED, WRONG_USAGE, main
-from sc_ray.deep import look_inside
+from sc_ray.deep import read_rows
 from sc_ray.transfer_queue import TransferQueueBootstrap
 from tests.make_bundles import make_cut
 
 
-def save(bootstrap: TransferQueueBootstrap, run: Path, *, lost: int = 0, empty: int = 0) -> Cut:
-    """Publish a bundle whose store lacks the last `lost` rows, and data of the last `empty`."""
+def save(bootstrap: TransferQueueBootstrap, run: Path, *, lost: int = 0) -> None:
+    """Publish a bundle whose store lacks the last `lost` rows of its cut."""
     cut = make_cut()
     digest = cut_digest(cut)
     rows = [row for group in cut.groups for row in group.sample_ids]
@@ -32,12 +32,9 @@ def save(bootstrap: TransferQueueBootstrap, run: Path, *, lost: int = 0, empty: 
 
     async def snapshot() -> None:
         plane = await anyio.to_thread.run_sync(bootstrap.spec.connect)
-        full = rows[: len(rows) - lost - empty]
+        full = rows[: len(rows) - lost]
         values = [torch.arange(3) for _ in full]
         await plane.put_samples(full, {"x": values, "y": [one.float() for one in values]})
-        if empty:
-            bare = rows[len(full) : len(full) + empty]
-            await plane.put_samples(bare, {}, [{} for _ in bare])
         await plane.save_checkpoint(staged.data_plane_dir, snapshot_metadata(cut, digest))
         await plane.clear_samples(rows)
         await plane.aclose()
@@ -45,7 +42,6 @@ def save(bootstrap: TransferQueueBootstrap, run: Path, *, lost: int = 0, empty: 
     anyio.run(snapshot)
     store.publish(staged, cut=cut, digest=digest, config={}, metrics={})
     store.close()
-    return cut
 
 
 def test_a_bundle_whose_snapshot_is_what_the_cut_says(
@@ -76,12 +72,22 @@ def test_a_row_that_is_missing_from_a_snapshot_whose_hashes_match(
     )
 
 
-def test_a_row_that_is_listed_and_has_no_data(
-    bootstrap: TransferQueueBootstrap, tmp_path: Path
-) -> None:
-    save(bootstrap, tmp_path, empty=1)
-    report = look_inside(tmp_path / "checkpoints" / "step_4")
-    assert report.error == "step_4: data_plane: 1 rows are not in the data plane: 10.0_g1"
+def test_a_row_that_is_listed_and_has_no_data(bootstrap: TransferQueueBootstrap) -> None:
+    cut = make_cut()
+    (group,) = cut.groups
+
+    async def put_and_read() -> None:
+        plane = await anyio.to_thread.run_sync(bootstrap.spec.connect)
+        await plane.put_samples(group.sample_ids[:1], {"x": [torch.arange(3)]})
+        await plane.put_samples(group.sample_ids[1:], {}, [{}])
+        try:
+            with pytest.raises(MissingRows, match="^1 rows are not in the data plane: 10.0_g1$"):
+                await read_rows(cut, bootstrap, 2)
+        finally:
+            await plane.clear_samples(group.sample_ids)
+            await plane.aclose()
+
+    anyio.run(put_and_read)
 
 
 def test_damage_is_found_before_anything_is_opened(
