@@ -15,9 +15,7 @@ from sc_core.errors import DataFailure, RolloutError
 from sc_core.records import GroupId, Sample
 
 
-def check_sample(
-    sample: object, group: GroupId, sibling: int, *, weight_versions: range
-) -> Sample:
+def check_sample(sample: object, group: GroupId, sibling: int, *, weight_versions: range) -> Sample:
     """The sample with plain numbers in place of those of other libraries.
 
     `weight_versions` are those that could have produced its last token.

@@ -64,6 +64,7 @@ class RolloutPump:
         self._max_inflight = max_inflight
         self._dropped_in_a_row = 0  #: after failures, since the last commit
         self._backing_off: set[int] = set()  #: ordinals that wait before their next attempt
+        self._free: list[_FreeSlot] = []  #: tasks that wait for another attempt to make
 
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
@@ -79,7 +80,11 @@ class RolloutPump:
         while (ready := self._next_dispatch()) is not None:
             # Counted here, not where each begins: a drain must not overlook those about to.
             requests.set(requests.value + self._siblings)
-            attempts.start_soon(in_tree, self._attempt, self._state.dispatched(*ready))
+            record = self._state.dispatched(*ready)
+            if self._free:
+                self._free.pop().give(record)
+            else:
+                attempts.start_soon(in_tree, self._run_slot, record)
 
     # choosing --------------------------------------------------------------------------
 
@@ -133,6 +138,14 @@ class RolloutPump:
         return None if stamp is None else (record.ordinal, stamp)
 
     # one attempt -----------------------------------------------------------------------
+
+    async def _run_slot(self, record: LedgerRecord) -> None:
+        """Make one attempt after another: waking a task costs half of starting one."""
+        while True:
+            await self._attempt(record)
+            slot = _FreeSlot()
+            self._free.append(slot)
+            record = await slot.given()
 
     async def _attempt(self, record: LedgerRecord) -> None:
         error: BaseException
@@ -250,3 +263,22 @@ class RolloutPump:
         await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
         self._backing_off.remove(ordinal)
         state.touch()
+
+
+class _FreeSlot:
+    """A task that waits to be given its next attempt."""
+
+    __slots__ = ("_record", "_woken")
+
+    _record: LedgerRecord  # unset until given
+
+    def __init__(self) -> None:
+        self._woken = anyio.Event()
+
+    def give(self, record: LedgerRecord) -> None:
+        self._record = record
+        self._woken.set()
+
+    async def given(self) -> LedgerRecord:
+        await self._woken.wait()
+        return self._record
