@@ -8,7 +8,7 @@ from sc_core.counts import Counts
 from sc_core.digest import payload_digest, record_digest
 from sc_core.errors import Conservation
 from sc_core.index import ReplayIndex
-from sc_core.records import LedgerRecord
+from sc_core.records import LedgerRecord, owns_group
 
 
 def check_counts(
@@ -43,7 +43,7 @@ def check_index(records: Collection[LedgerRecord], index: ReplayIndex) -> None:
     """
     owners = 0
     for record in records:
-        owner = record.state in ("committed", "selected")
+        owner = owns_group(record)
         owners += owner
         group = index.get(record.group_id)
         if (group is not None) is not owner:
@@ -79,7 +79,8 @@ def check_recount(records: Collection[LedgerRecord], kept: Counts) -> None:
     """
     recount = Counts()
     for record in records:
-        recount.shift(record, record_digest(record, payload_digest(record.payload)), 1)
+        digest = record_digest(record, payload_digest(record.payload)) if owns_group(record) else 0
+        recount.shift(record, digest, 1)
     for name, counted in vars(recount).items():
         if vars(kept)[name] != counted:
             raise Conservation(

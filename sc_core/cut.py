@@ -16,7 +16,7 @@ import msgspec
 
 from sc_core.digest import MODULUS, group_digest, payload_digest, record_digest
 from sc_core.errors import BundleInconsistent, RestoreError, SaveError
-from sc_core.records import Cut, Group, LedgerRecord
+from sc_core.records import Cut, Group, LedgerRecord, owns_group
 
 _decoder = msgspec.msgpack.Decoder(Cut)
 _group_decoder = msgspec.msgpack.Decoder(Group)
@@ -86,17 +86,17 @@ def cut_digest(
     """SHA-256 over everything in the cut, in hex.
 
     Groups and records enter as the sums described in `sc_core.digest`. Ledger and index keep
-    these sums up to date (`ledger.index.digest`, `ledger.digest`): given them, as of the
-    instant of the cut, nothing here grows with the number of groups. Left out, they are
-    computed from the cut; the result is the same.
+    up those of the groups and of the records that have one (`ledger.index.digest`,
+    `ledger.digest`): given them, as of the instant of the cut, only records without a group are
+    hashed here. Left out, they are computed from the cut; the result is the same.
 
     Raises:
         SaveError: as `encode_cut`.
     """
     if groups_digest is None:
         groups_digest = sum(map(group_digest, cut.groups)) % MODULUS
-    if records_digest is None:
-        records_digest = sum(map(_record_digest, cut.records)) % MODULUS
+    hashed = [r for r in cut.records if records_digest is None or not owns_group(r)]
+    records_digest = ((records_digest or 0) + sum(map(_record_digest, hashed))) % MODULUS
     sums = (len(cut.groups), groups_digest), (len(cut.records), records_digest)
     return _digest(msgspec.structs.replace(cut, records=(), groups=()), sums)
 
@@ -166,7 +166,7 @@ def _check_record(record: LedgerRecord, cut: Cut) -> None:
 
 
 def _check_groups(cut: Cut) -> None:
-    owners = {r.ordinal: r for r in cut.records if r.state in ("committed", "selected")}
+    owners = {r.ordinal: r for r in cut.records if owns_group(r)}
     last = -1
     for group in cut.groups:
         record = owners.pop(group.ordinal, None)

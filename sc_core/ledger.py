@@ -23,6 +23,7 @@ from sc_core.records import (
     SampleId,
     Stamp,
     State,
+    owns_group,
     sample_ids,
 )
 
@@ -88,7 +89,7 @@ class Ledger:
 
     @property
     def digest(self) -> int:
-        """Of all records; see `sc_core.digest`."""
+        """Of the records that own a group; see `sc_core.digest`. The others come and go."""
         return self._counts.digest
 
     @property
@@ -215,10 +216,11 @@ class Ledger:
             )
         if not rewards:
             raise Conservation(f"commit: group {old.group_id} has no rows")
+        group_id = old.group_id
         group = Group(
-            group_id=old.group_id,
+            group_id=group_id,
             ordinal=ordinal,
-            sample_ids=sample_ids(old.group_id, len(rewards)),
+            sample_ids=sample_ids(group_id, len(rewards)),
             start_weight_version=start,
             end_weight_version=end_weight_version,
             commit_seq=self._next_commit_seq,
@@ -235,7 +237,7 @@ class Ledger:
     def drop(self, ordinal: int, reason: str) -> LedgerRecord:
         """Forget a prompt in any state, and its group if it has one; returns its last record."""
         old = self._in_state(f"drop ({reason})", ordinal, *get_args(State))
-        if old.state in ("committed", "selected"):
+        if owns_group(old):
             self.index.remove(old.group_id)
             self.counters["evicted"] += 1
         self._forget(old)
@@ -318,7 +320,7 @@ class Ledger:
         records = self._all_in_state(operation, groups, before)
         (self.index.select if after == "selected" else self.index.unselect)(groups)
         for old in records:
-            self._put(replace(old, state=after))
+            self._put(replace(old, state=after), self._digests[old.ordinal])
 
     # save and restore -----------------------------------------------------------------
 
@@ -403,9 +405,11 @@ class Ledger:
 
     # every change of a record goes through these --------------------------------------
 
-    def _put(self, record: LedgerRecord) -> LedgerRecord:
+    def _put(self, record: LedgerRecord, digest: int | None = None) -> LedgerRecord:
         ordinal = record.ordinal
-        digest = record_digest(record, self._payload_digests[ordinal])
+        if digest is None:
+            payload = self._payload_digests[ordinal]
+            digest = record_digest(record, payload) if owns_group(record) else 0
         if ordinal in self._records:
             self._count_out(self._records[ordinal])
         self._records[ordinal] = record

@@ -170,6 +170,9 @@ class IndexView(Protocol):
     def ready_of_version(self, version: int) -> Iterator[Group]:
         """By ordinal."""
 
+    def oldest_ready_version(self) -> int | None:
+        """The first of `ready_versions`, at the cost of one."""
+
     def ready_versions(self) -> Sequence[int]:
         """Start versions that ready groups have, ascending."""
 

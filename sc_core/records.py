@@ -83,6 +83,11 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return group_id(self.ordinal, self.attempt)
 
 
+def owns_group(record: LedgerRecord) -> bool:
+    """Whether the index has a group of it."""
+    return record.state == "committed" or record.state == "selected"
+
+
 class Stamp(msgspec.Struct, frozen=True):
     """A sampler's yes to one more group."""
 

@@ -7,6 +7,7 @@ gate let it be dispatched. Stamp and dispatch are one synchronous step.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class RolloutPump:
         self._max_inflight = max_inflight
         self._dropped_in_a_row = 0  #: after failures, since the last commit
         self._backing_off: set[int] = set()  #: ordinals that wait before their next attempt
+        self._free: list[_FreeSlot] = []  #: tasks that wait for another attempt to make
 
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
@@ -79,7 +81,11 @@ class RolloutPump:
         while (ready := self._next_dispatch()) is not None:
             # Counted here, not where each begins: a drain must not overlook those about to.
             requests.set(requests.value + self._siblings)
-            attempts.start_soon(in_tree, self._attempt, self._state.dispatched(*ready))
+            record = self._state.dispatched(*ready)
+            if self._free:
+                self._free.pop().give(record)
+            else:
+                attempts.start_soon(in_tree, self._run_slot, record)
 
     # choosing --------------------------------------------------------------------------
 
@@ -95,21 +101,22 @@ class RolloutPump:
         )
 
     async def _pull(self, attempts: TaskGroup) -> None:
-        state = self._state
-        while True:
-            await state.wait_until(self._may_pull)
-            if not self._may_pull(state):
-                continue
-            try:
-                with anyio.move_on_after(self._deadlines.source_s) as in_time:
+        state, deadline_s = self._state, self._deadlines.source_s
+        with anyio.CancelScope() as in_time:  # one for all calls: its deadline moves
+            while True:
+                await state.wait_until(self._may_pull)
+                if not self._may_pull(state):
+                    continue
+                in_time.deadline = anyio.current_time() + deadline_s
+                try:
                     pulled = await self._source.next_prompt()
-            except EndOfPrompts:
-                state.end_of_prompts()
-                return
-            if in_time.cancelled_caught:
-                raise CallTimeout("source.next_prompt", self._deadlines.source_s)
-            state.pulled(pulled)
-            self._dispatch(attempts)
+                except EndOfPrompts:
+                    state.end_of_prompts()
+                    return
+                in_time.deadline = math.inf
+                state.pulled(pulled)
+                self._dispatch(attempts)
+        raise CallTimeout("source.next_prompt", deadline_s)
 
     def _next_dispatch(self) -> tuple[int, Stamp | None] | None:
         """The lowest waiting ordinal that may leave now, with its stamp if it needs one."""
@@ -118,6 +125,7 @@ class RolloutPump:
             state.gate_closed_for is not None
             or state.stop_reason is not None
             or ledger.in_flight_count >= self._max_inflight
+            or not ledger.waiting_count
         ):
             return None
         record = ledger.next_waiting(self._backing_off)
@@ -131,6 +139,14 @@ class RolloutPump:
         return None if stamp is None else (record.ordinal, stamp)
 
     # one attempt -----------------------------------------------------------------------
+
+    async def _run_slot(self, record: LedgerRecord) -> None:
+        """Make one attempt after another: waking a task costs half of starting one."""
+        while True:
+            await self._attempt(record)
+            slot = _FreeSlot()
+            self._free.append(slot)
+            record = await slot.given()
 
     async def _attempt(self, record: LedgerRecord) -> None:
         error: BaseException
@@ -161,24 +177,29 @@ class RolloutPump:
             try:
                 with anyio.move_on_after(self._deadlines.rollout_s):
                     finished[sibling] = check_sample(
-                        await self._worker.rollout(prompt, sibling, version),
-                        f"sibling {sibling} of group {record.group_id}",
+                        await in_tree(self._worker.rollout, prompt, sibling, version),
+                        prompt.group_id,
+                        sibling,
                         weight_versions=range(version, self._state.ledger.weight_version + 1),
                     )
                     return
                 raise RolloutError(
-                    f"sibling {sibling} of group {record.group_id} took longer than"
+                    f"sibling {sibling} of group {prompt.group_id} took longer than"
                     f" {self._deadlines.rollout_s:g} s"
                 )
             finally:
                 requests.set(requests.value - 1)
 
-        async with anyio.create_task_group() as siblings:
-            for sibling in range(self._siblings):
-                siblings.start_soon(one, sibling)
+        if self._siblings == 1:
+            await one(0)
+        else:
+            async with anyio.create_task_group() as others:
+                for sibling in range(1, self._siblings):
+                    others.start_soon(one, sibling)
+                await one(0)  # in this task: a group has a task less to pay for
         if len(finished) < self._siblings:
             raise RolloutError(
-                f"group {record.group_id}: {len(finished)} of {self._siblings} siblings"
+                f"group {prompt.group_id}: {len(finished)} of {self._siblings} siblings"
                 " came back; the others were cancelled outside this run"
             )
         return [finished[sibling] for sibling in range(self._siblings)]
@@ -205,11 +226,12 @@ class RolloutPump:
                 end_weight_version=max(ends, default=state.ledger.weight_version),
             )
 
-        asked = anyio.current_time()
-        async with self._barrier.mutation(f"commit {record.group_id}"):
-            state.commit_wait_s += anyio.current_time() - asked
+        group_id = record.group_id
+        section = self._barrier.mutation(f"commit {group_id}")
+        async with section:
+            state.commit_wait_s += section.waited_s
             await self._rows.put(
-                sample_ids(record.group_id, self._siblings),
+                sample_ids(group_id, self._siblings),
                 fields,
                 [{"reward": reward} for reward in rewards],
                 then=arrived,
@@ -244,3 +266,22 @@ class RolloutPump:
         await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
         self._backing_off.remove(ordinal)
         state.touch()
+
+
+class _FreeSlot:
+    """A task that waits to be given its next attempt."""
+
+    __slots__ = ("_record", "_woken")
+
+    _record: LedgerRecord  # unset until given
+
+    def __init__(self) -> None:
+        self._woken = anyio.Event()
+
+    def give(self, record: LedgerRecord) -> None:
+        self._record = record
+        self._woken.set()
+
+    async def given(self) -> LedgerRecord:
+        await self._woken.wait()
+        return self._record

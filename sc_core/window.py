@@ -7,6 +7,7 @@ section, goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import anyio
 
@@ -79,7 +80,9 @@ class CheckpointWindow:
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
         cut, (groups, records) = self._take_cut()
-        digest = cut_digest(cut, groups_digest=groups, records_digest=records)
+        digest = await self._runner(
+            partial(cut_digest, cut, groups_digest=groups, records_digest=records)
+        )
         listed = await settle(
             "data_plane.list_sample_ids",
             self._deadlines.data_plane_s,
