@@ -182,7 +182,7 @@ async def holds(
             await plane.put_samples(rows, {"x": [value(ROW_BYTES) for _ in rows]})
         for _ in range(rounds):
             hold_s, save_s, waits_s = await held(one)
-            cuts = statistics.quantiles(waits_s, n=100)
+            cuts = statistics.quantiles(waits_s, n=100, method="inclusive")
             for name, taken in zip(samples, (hold_s, save_s, cuts[49], cuts[98]), strict=True):
                 samples[name].append(taken)
         for rows in one.batches():
