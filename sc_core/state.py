@@ -204,7 +204,10 @@ class RunState:
         """Once one append has failed, all others do: a log with a hole would contradict itself."""
         self.require_log()
         try:
-            self.events.append_many(kind, each)
+            if len(each) == 1:
+                self.events.append(kind, **each[0])
+            else:
+                self.events.append_many(kind, each)
         except Exception as exc:
             self.log_failure = exc
             raise
