@@ -1,10 +1,16 @@
-"""The cut on disk: its bytes, its digest, and what it must not contradict."""
+"""The cut on disk: its bytes, its digest, and what it must not contradict.
+
+A cut may hold 10,000 groups, and a call into msgspec keeps the interpreter to itself, and so the
+event loop from going on, also from another thread. So what is done while a run goes on takes
+records and groups one by one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -13,6 +19,10 @@ from sc_core.errors import BundleInconsistent, RestoreError, SaveError
 from sc_core.records import Cut, Group, LedgerRecord, owns_group
 
 _decoder = msgspec.msgpack.Decoder(Cut)
+_group_decoder = msgspec.msgpack.Decoder(Group)
+_record_decoder = msgspec.msgpack.Decoder(LedgerRecord)
+_encode = msgspec.msgpack.Encoder().encode
+_MANY = ("records", "groups")  #: the fields that grow with the run
 
 
 def encode_cut(cut: Cut) -> bytes:
@@ -21,8 +31,13 @@ def encode_cut(cut: Cut) -> bytes:
     Raises:
         SaveError: a payload, the position or the sampler's state is nothing msgpack can hold.
     """
+    whole: dict[str, Any] = {"type": Cut.__struct_config__.tag}
     try:
-        return msgspec.msgpack.encode(cut)
+        for name in Cut.__struct_fields__:
+            whole[name] = getattr(cut, name)
+        for name in _MANY:
+            whole[name] = [msgspec.Raw(_encode(one)) for one in whole[name]]
+        return _encode(whole)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise SaveError(f"the cut can't be encoded as msgpack: {exc}") from exc
 
@@ -39,6 +54,30 @@ def decode_cut(raw: bytes) -> Cut:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise RestoreError(f"the cut is unreadable: {exc}") from exc
+
+
+def digest_of_encoded(raw: bytes) -> str:
+    """The `cut_digest` of what `encode_cut` wrote, having decoded all of it again.
+
+    Raises:
+        RestoreError: the bytes are no cut that this version understands.
+    """
+    try:
+        fields = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
+        many = {
+            name: msgspec.msgpack.decode(fields.pop(name), type=tuple[msgspec.Raw, ...])
+            for name in _MANY
+        }
+        rest = _decoder.decode(_encode(fields))
+        groups = records = 0
+        for one in many["groups"]:
+            groups += group_digest(_group_decoder.decode(one))
+        for one in many["records"]:
+            records += _record_digest(_record_decoder.decode(one))
+    except (KeyError, msgspec.DecodeError, RecursionError) as exc:
+        raise RestoreError(f"the cut is unreadable: {exc}") from exc
+    sums = (len(many["groups"]), groups % MODULUS), (len(many["records"]), records % MODULUS)
+    return _digest(rest, sums)
 
 
 def cut_digest(
@@ -58,8 +97,13 @@ def cut_digest(
         groups_digest = sum(map(group_digest, cut.groups)) % MODULUS
     hashed = [r for r in cut.records if records_digest is None or not owns_group(r)]
     records_digest = ((records_digest or 0) + sum(map(_record_digest, hashed))) % MODULUS
-    whole = hashlib.sha256(encode_cut(msgspec.structs.replace(cut, records=(), groups=())))
-    for count, total in ((len(cut.groups), groups_digest), (len(cut.records), records_digest)):
+    sums = (len(cut.groups), groups_digest), (len(cut.records), records_digest)
+    return _digest(msgspec.structs.replace(cut, records=(), groups=()), sums)
+
+
+def _digest(rest: Cut, sums: Iterable[tuple[int, int]]) -> str:
+    whole = hashlib.sha256(encode_cut(rest))
+    for count, total in sums:
         whole.update(count.to_bytes(8, "big") + total.to_bytes(32, "big"))
     return whole.hexdigest()
 

@@ -97,6 +97,7 @@ class RolloutWorker(Protocol):
         Raises:
             DataFailure: the prompt itself is at fault. Any other exception counts as a
                 failure of the infrastructure.
+            WorkerDied: nobody is left that could generate; the run ends.
         """
 
 

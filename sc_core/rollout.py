@@ -25,6 +25,7 @@ from sc_core.errors import (
     PromptDropped,
     RolloutError,
     RowsNotCleared,
+    WorkerDied,
     root_cause,
 )
 from sc_core.ledger import Cause
@@ -153,6 +154,8 @@ class RolloutPump:
             samples = await self._generate(record)
         except Exception as exc:
             error = root_cause(exc)
+            if isinstance(error, WorkerDied):  # nobody is left to try it again
+                raise
         else:
             try:
                 await self._commit(record, samples)

@@ -16,10 +16,10 @@ from sc_core.bundle import BundleStore, Staged
 from sc_core.calls import settle
 from sc_core.config import DeadlinesConfig
 from sc_core.cut import cut_digest
-from sc_core.errors import InventoryMismatch
+from sc_core.errors import InventoryMismatch, root_cause
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ports import DataPlane, Runner, Trainer
-from sc_core.records import Cut, SampleId, row_ids
+from sc_core.records import Cut, SampleId
 from sc_core.state import Stopwatch
 
 
@@ -88,15 +88,19 @@ class CheckpointWindow:
             self._deadlines.data_plane_s,
             self._plane.list_sample_ids,
         )
-        await self._runner(check_inventory, cut, listed)
-        with lap("tq_save_seconds"):
-            await settle(
-                "data_plane.save_checkpoint",
-                self._deadlines.snapshot_s,
-                lambda: self._plane.save_checkpoint(
-                    staged.data_plane_dir, snapshot_metadata(cut, digest)
-                ),
-            )
+        try:
+            async with anyio.create_task_group() as tg:  # nothing changes: both look at the same
+                tg.start_soon(self._runner, check_inventory, cut, listed)
+                with lap("tq_save_seconds"):
+                    await settle(
+                        "data_plane.save_checkpoint",
+                        self._deadlines.snapshot_s,
+                        lambda: self._plane.save_checkpoint(
+                            staged.data_plane_dir, snapshot_metadata(cut, digest)
+                        ),
+                    )
+        except ExceptionGroup as group:
+            raise root_cause(group) from group
         return cut, digest
 
 
@@ -106,9 +110,12 @@ def check_inventory(cut: Cut, listed: frozenset[SampleId]) -> None:
     Raises:
         InventoryMismatch: naming the first rows that are missing or unexpected.
     """
-    expected = row_ids(cut.groups)
-    missing = expected - listed
-    unexpected = listed - expected - frozenset(cut.suspects)
+    # Row by row, where sets would keep the interpreter, and the event loop, for all of them.
+    expected: set[SampleId] = set(cut.suspects)
+    for group in cut.groups:
+        expected.update(group.sample_ids)
+    missing = [row for group in cut.groups for row in group.sample_ids if row not in listed]
+    unexpected = [row for row in listed if row not in expected]
     if missing or unexpected:
         raise InventoryMismatch(sorted(missing), sorted(unexpected))
 

@@ -7,15 +7,13 @@ first checkpoint: no process gets to say goodbye.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
+from sc_ray.kills import kill_tree
 from sc_ray.run_directory import last_report, published
 
 _LOOK_EVERY_S = 0.05
@@ -72,43 +70,6 @@ def _wait_for_moment(
             return step
         time.sleep(_LOOK_EVERY_S)
     return None
-
-
-def kill_tree(root: int) -> int:
-    """SIGKILL a process and all its descendants, in whatever session; returns how many.
-
-    All are stopped before the first one is killed, so that none can start another, and none is
-    left whose parent, by which it is found, is gone.
-    """
-    stopped: set[int] = set()
-    while found := _descendants(root) - stopped:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= found
-    for pid in stopped:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return len(stopped)
-
-
-def _descendants(root: int) -> set[int]:
-    """`root`, if it lives, and every living process below it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(entry.name))
-                    if int(entry.name) == root:
-                        children.setdefault(-1, []).append(root)
-    found: set[int] = set()
-    rest = children.get(-1, [])
-    while rest:
-        found.update(rest)
-        rest = [child for pid in rest for child in children.get(pid, ())]
-    return found
 
 
 def _say(line: str) -> None:
