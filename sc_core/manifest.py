@@ -92,6 +92,7 @@ class TrainingInfo(msgspec.Struct, frozen=True, kw_only=True):
     created: float  #: seconds since the epoch
     counters: dict[str, int] = {}
     metrics: dict[str, float | None] = {}  #: of the step; None: not a finite number
+    ft_only: bool = False  #: saved to go on from, and for nothing else: `keep_top_k` passes it over
 
 
 class SavedPosition(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
@@ -101,7 +102,9 @@ class SavedPosition(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"
     exhausted: bool
 
 
-def training_info(cut: Cut, *, created: float, metrics: Mapping[str, float | None]) -> TrainingInfo:
+def training_info(
+    cut: Cut, *, created: float, metrics: Mapping[str, float | None], ft_only: bool
+) -> TrainingInfo:
     return TrainingInfo(
         step=cut.step,
         weight_version=cut.weight_version,
@@ -112,6 +115,7 @@ def training_info(cut: Cut, *, created: float, metrics: Mapping[str, float | Non
         created=created,
         counters=dict(cut.counters),
         metrics=dict(metrics),
+        ft_only=ft_only,
     )
 
 

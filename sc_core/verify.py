@@ -304,7 +304,9 @@ class _Verification:
         version = manifest.weight_version
         self._agree("weight_version", version, MANIFEST, cut.weight_version, CUT)
         self._agree("digest", manifest.cut_digest, MANIFEST, cut_digest(cut), CUT)
-        same_info = training_info(cut, created=info.created, metrics=info.metrics)
+        same_info = training_info(
+            cut, created=info.created, metrics=info.metrics, ft_only=info.ft_only
+        )
         for name, value in asdict(same_info).items():
             self._agree(name, asdict(info)[name], INFO, value, CUT)
         for name, value in asdict(saved_position(cut)).items():
