@@ -14,6 +14,7 @@ from sc_core.events import Event
 from sc_core.records import Cut, Prompt, PulledPrompt
 from sc_core.testing import MemoryRun
 from sc_core.verify import verify
+from sc_core.watched import Watched
 
 GATED = ("in_order", "weight_fifo", "ready_first")
 ALL = (*GATED, "windowed")
@@ -65,7 +66,7 @@ class Lives(MemoryRun):
         step_s: float = 0.0,
         **options: Any,
     ) -> None:
-        self.pulls = pulls
+        self.pulls = Watched(pulls)  #: how many prompts the first life may have; None: all
         self.step_s = step_s
         options.setdefault("latency", about_one_second)
         super().__init__(config, prompts, **options)
@@ -84,8 +85,9 @@ class Lives(MemoryRun):
             await anyio.sleep(5)
 
         async def next_of_so_many() -> PulledPrompt:
-            if first and self.pulls is not None and len(self.source.pulled) >= self.pulls:
-                await anyio.sleep_forever()
+            pulled = self.source.pulled
+            if first:
+                await self.pulls.wait_until(lambda most: most is None or len(pulled) < most)
             return await next_prompt()
 
         self.trainer.begin_step = begin_slowly  # type: ignore[method-assign]
