@@ -109,6 +109,7 @@ class BundleStore:
         digest: str,
         config: Mapping[str, Any],
         metrics: Mapping[str, float],
+        ft_only: bool = False,
     ) -> Path:
         """Write the cut, seal, and turn `tmp_step_N` into `step_N`, replacing one that exists.
 
@@ -116,7 +117,7 @@ class BundleStore:
             SaveError: it is not published; or it is, and a power cut may undo that. Either
                 way `step_N`, if it existed, is the old bundle or the new one.
         """
-        staged.write_cut(cut=cut, digest=digest, config=config, metrics=metrics)
+        staged.write_cut(cut=cut, digest=digest, config=config, metrics=metrics, ft_only=ft_only)
         self.expected_bytes = staged.seal()
         self._check_lock()
         final = self.directory / bundle_name(staged.step)

@@ -12,6 +12,7 @@ import msgspec
 
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
+from sc_core.budget import stop_in_time
 from sc_core.bundle import BundleStore
 from sc_core.calls import in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
@@ -201,6 +202,7 @@ class SingleController:
 
     async def _run(self) -> RunResult:
         deadline_s = self._config.async_rl.deadlines.data_plane_s
+        self._started_at = anyio.current_time()
         self._ready.use()
         plane = await settle("connect", deadline_s, lambda: self._ports.connect(self._ready))
         try:
@@ -270,11 +272,17 @@ class SingleController:
         async with anyio.create_task_group() as tg:
             stall_timeout_s = config.async_rl.stall_watchdog.stall_timeout_s
             tg.start_soon(watch, state, stall_timeout_s, self._report)
+            budget_s, pump = config.checkpointing.must_save_by_s, self._pump
+            if budget_s is not None:
+                deadline = self._started_at + budget_s
+                tg.start_soon(stop_in_time, state, deadline, lambda: pump.reserve_s)
             if finaliser is not None:
                 tg.start_soon(in_tree, finaliser.run)
             await weights.update()  # every engine confirms the version before a prompt goes out
             tg.start_soon(in_tree, rollouts.run)
-            reason = await self._pump.run(resumed=self._bundle is not None)
+            reason = await self._pump.run(
+                resumed=None if self._bundle is None else self._bundle.info
+            )
             if finaliser is not None:
                 await finaliser.settled()
             tg.cancel_scope.cancel()  # nothing left to generate for

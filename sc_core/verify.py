@@ -234,7 +234,8 @@ class _Verification:
                 with self._reading(relative):
                     sizes[relative] = self._disk.size(path / name)
             else:
-                raise self._damaged(relative, f"a {kind} where only files may be")
+                what = "a link" if kind == "link" else "a pipe, socket or device"
+                raise self._damaged(relative, f"{what} where only files may be")
             if len(sizes) > MAX_FILES + 1:
                 raise self._damaged(relative, f"one of more than {MAX_FILES} files")
         if not inside:
@@ -282,7 +283,8 @@ class _Verification:
             raise self._damaged(relative, f"can't be read: {exc.strerror or exc}") from exc
 
     def _damaged(self, relative: str, reason: str) -> BundleDamaged:
-        return BundleDamaged(self._path.name, relative, reason)
+        shown = relative if relative.isprintable() else ascii(relative)
+        return BundleDamaged(self._path.name, shown, reason)
 
     # contents -------------------------------------------------------------------------
 
@@ -304,7 +306,9 @@ class _Verification:
         version = manifest.weight_version
         self._agree("weight_version", version, MANIFEST, cut.weight_version, CUT)
         self._agree("digest", manifest.cut_digest, MANIFEST, cut_digest(cut), CUT)
-        same_info = training_info(cut, created=info.created, metrics=info.metrics)
+        same_info = training_info(
+            cut, created=info.created, metrics=info.metrics, ft_only=info.ft_only
+        )
         for name, value in asdict(same_info).items():
             self._agree(name, asdict(info)[name], INFO, value, CUT)
         for name, value in asdict(saved_position(cut)).items():

@@ -17,7 +17,7 @@ from sc_core.calls import settle
 from sc_core.config import DeadlinesConfig
 from sc_core.cut import cut_digest
 from sc_core.errors import InventoryMismatch, root_cause
-from sc_core.finaliser import BundleFinaliser
+from sc_core.finaliser import BundleFinaliser, Job
 from sc_core.ports import DataPlane, Runner, Trainer
 from sc_core.records import Cut, SampleId
 from sc_core.state import Stopwatch
@@ -44,12 +44,18 @@ class CheckpointWindow:
         self._runner = runner
         self._take_cut = take_cut  #: with the digests of its groups and records; no await
         self.timings: Mapping[str, float] = {}  #: of the last save, in seconds
+        self._longest_s = 0.0
 
-    async def save(self, step: int, metrics: Mapping[str, float]) -> None:
+    @property
+    def longest_save_s(self) -> float:
+        """What the longest staging and the longest publication so far took, together."""
+        return self._longest_s + self._finaliser.longest_s
+
+    async def save(self, step: int, metrics: Mapping[str, float], *, ft_only: bool) -> None:
         """Stage a bundle of the present and hand it to the finaliser.
 
-        `step` is the last finished step. A cancel before the hand-over leaves a `tmp_step_N`
-        that nothing ever reads.
+        `step` is the last finished step; `ft_only` as in `TrainingInfo`. A cancel before the
+        hand-over leaves a `tmp_step_N` that nothing ever reads.
 
         Raises:
             SaveError: the bundle before this one could not be published, or this one staged.
@@ -59,6 +65,7 @@ class CheckpointWindow:
         lap = Stopwatch()
         with lap("total_save_seconds"):
             await self._finaliser.settled()
+            began = anyio.current_time()
             disk_s = self._deadlines.disk_s
             staged = await settle(
                 "staging a bundle", disk_s, lambda: self._runner(self._store.stage, step)
@@ -75,7 +82,8 @@ class CheckpointWindow:
                 lap.add("barrier_wait_seconds", anyio.current_time() - asked)
                 with lap("exclusive_hold_seconds"):
                     cut, digest = await self._snapshot(staged, lap)
-            self._finaliser.submit((staged, cut, digest, dict(metrics)))
+            self._finaliser.submit(Job(staged, cut, digest, dict(metrics), ft_only))
+            self._longest_s = max(self._longest_s, anyio.current_time() - began)
         self.timings = lap.seconds
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:

@@ -83,6 +83,7 @@ def test_a_bundle_on_a_real_disk_has_its_files_and_nobody_else_can_touch_them(
         "created": NOW,
         "counters": {"trained": 8, "dropped": 0},
         "metrics": {"train/reward": 0.5, "loss": None},
+        "ft_only": False,
     }
     sealed = json.loads((path / "MANIFEST.json").read_text())
     assert sealed["hmac_sha256"] is None

@@ -22,7 +22,7 @@ LAYERS = [
     {"ledger"},
     {"samplers"},
     {"state", "rows", "bundle", "verify", "returned"},
-    {"retention", "advantage", "weights", "watchdog", "rollout", "audit"},
+    {"retention", "advantage", "weights", "watchdog", "budget", "rollout", "audit"},
     {"finaliser"},
     {"window"},
     {"train", "restore"},
