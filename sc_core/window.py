@@ -19,7 +19,7 @@ from sc_core.cut import cut_digest
 from sc_core.errors import InventoryMismatch, root_cause
 from sc_core.finaliser import BundleFinaliser, Job
 from sc_core.ports import DataPlane, Runner, Trainer
-from sc_core.records import Cut, SampleId
+from sc_core.records import Cut, SampleId, rows_of
 from sc_core.state import Stopwatch
 
 
@@ -120,9 +120,11 @@ def check_inventory(cut: Cut, listed: frozenset[SampleId]) -> None:
     """
     # Row by row, where sets would keep the interpreter, and the event loop, for all of them.
     expected: set[SampleId] = set(cut.suspects)
-    for group in cut.groups:
-        expected.update(group.sample_ids)
-    missing = [row for group in cut.groups for row in group.sample_ids if row not in listed]
+    missing = []
+    for row in rows_of(cut):
+        expected.add(row)
+        if row not in listed:
+            missing.append(row)
     unexpected = [row for row in listed if row not in expected]
     if missing or unexpected:
         raise InventoryMismatch(sorted(missing), sorted(unexpected))
@@ -135,5 +137,5 @@ def snapshot_metadata(cut: Cut, digest: str) -> dict[str, object]:
         "step": cut.step,
         "weight_version": cut.weight_version,
         "groups": len(cut.groups),
-        "rows": sum(len(group.sample_ids) for group in cut.groups),
+        "rows": sum(1 for _ in rows_of(cut)),
     }
