@@ -127,10 +127,15 @@ class Exploration:
             self.violation_count + other.violation_count,
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        numbers = {name: value for name, value in vars(self).items() if name != "violations"}
+        return numbers | {"points": self.points, "violations": [str(v) for v in self.violations]}
+
     def __str__(self) -> str:
         return (
             f"explored {self.points:,} crash points ({self.awaits:,} awaits, {self.effects:,} disk"
-            f" effects; {self.nested:,} nested), {self.lives:,} worlds left by them:"
+            f" effects; {self.nested:,} nested), {self.lives:,} different worlds left by them:"
             f" {self.violation_count} violations"
         )
 
