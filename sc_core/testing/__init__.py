@@ -1,4 +1,4 @@
-"""In-memory ports, whole runs on them and their crashes, and checks of any port's implementation."""
+"""In-memory ports, whole runs on them and their crashes, and checks of an implementation."""
 
 from sc_core.testing.conformance import ROW_CHECKS as ROW_CHECKS
 from sc_core.testing.conformance import Subject as Subject

@@ -11,13 +11,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from sc_core.testing.crash import Exploration, count_points, explore, replay
-from sc_core.testing.scenarios import SCENARIOS
-
-PARTS = 8  #: of each scenario's points, so that processes share the work evenly
-NEST_EVERY = 50
-
-Part = tuple[str, range]
+from sc_core.testing.crash import Exploration, replay
+from sc_core.testing.scenarios import SCENARIOS, Part, explore_part, parts_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,21 +48,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(names)} scenarios in {seconds:,.0f} s")
         print(total)
     return 1 if total.violation_count else 0
-
-
-def parts_of(name: str, sample: int | None, scenarios: int) -> list[Part]:
-    """All points of a scenario in `PARTS` ranges, or its share of a sample."""
-    points = count_points(SCENARIOS[name]())
-    step = 1 if sample is None else max(1, points * scenarios // sample) | 1  # odd: see explore
-    each = -(-points // PARTS)
-    each += -each % step
-    return [(name, range(at, min(points, at + each), step)) for at in range(0, points, each)]
-
-
-def explore_part(part: Part) -> Exploration:
-    logging.disable(logging.CRITICAL)
-    name, points = part
-    return explore(SCENARIOS[name], points=points, nest_every=NEST_EVERY)
 
 
 def _explored(parts: list[Part], processes: int) -> Iterator[tuple[Part, Exploration]]:

@@ -149,9 +149,10 @@ class _Life:
     wanted: range | None = range(0)  #: numbers of crash points; None: all
     restore_too: bool = False  #: and all until it has restored
     watched: bool = True
+    nest_every: int = 0  #: of the worlds left, each such is wanted twice
     instants: int = 0
     taken: list[Point] = field(default_factory=list)
-    left: dict[Hashable, tuple[Point, World]] = field(default_factory=dict)
+    left: dict[Hashable, list[tuple[Point, World]]] = field(default_factory=dict)
 
     def run(self, whole: World | None = None) -> list[str]:
         """Live; returns what is wrong. Without `whole`, this is the life that never crashed."""
@@ -178,7 +179,11 @@ class _Life:
                 point = Point(number, where, Crash(fate, number, amid))
                 self.taken.append(point)
                 world = self.world.after_crash(point.crash)
-                self.left.setdefault(world.state(), (point, world))
+                state = world.state()
+                if state not in self.left:
+                    self.left[state] = [(point, world)]
+                    if self.nest_every and len(self.left) % self.nest_every == 0:
+                        self.left[state].append((point, self.world.after_crash(point.crash)))
 
 
 def count_points(world: World) -> int:
@@ -198,7 +203,7 @@ def explore(
     *,
     points: range | None = None,
     nest_every: int = 0,
-    nest_stride: int = 97,
+    nest_stride: int = 197,
     depth: int = 3,
 ) -> Exploration:
     """Kill a run at each of its `points`, and check what becomes of it.
@@ -207,15 +212,14 @@ def explore(
         make: builds the world before the first start, the same each time.
         points: numbers of the crash points to explore; None: all. A step that is odd takes
             both fates, and instants of all kinds, in turn.
-        nest_every: of the lives after a crash, each such is lived again and killed too, at every
-            point until it has restored, and at every `nest_stride`-th. 0: none is.
+        nest_every: of the worlds that a life leaves, each such is lived in once more and killed
+            again, at every point until it has restored and at every `nest_stride`-th. 0: none is.
         depth: how many crashes in a row there are at most.
     """
     whole = make()
-    first = _Life(whole, wanted=points)
+    first = _Life(whole, wanted=points, nest_every=nest_every)
     violations = [Violation((), problem) for problem in first.run()]
     found = Exploration()
-    lives = 0
     pending = [first]
     while pending:
         life = pending.pop()
@@ -223,16 +227,15 @@ def explore(
         nested = len(life.taken) if life.points else 0
         found += Exploration(awaits, len(life.taken) - awaits, nested, len(life.left))
         while life.left:
-            _, (point, left) = life.left.popitem()
-            after = _Life(left, (*life.points, point), watched=False)
-            violations += [Violation(after.points, what) for what in after.run(whole)]
-            lives += 1
-            if nest_every > 0 and lives % nest_every == 0 and len(after.points) < depth:
-                again = _Life(_lead_to(make(), [p.number for p in after.points]), after.points)
-                again.wanted = range(0, MOST_INSTANTS * len(FATES), nest_stride)
-                again.restore_too = True
-                violations += [Violation(again.points, what) for what in again.run(whole)]
-                pending.append(again)
+            _, copies = life.left.popitem()
+            for number, (point, left) in enumerate(copies):
+                after = _Life(left, (*life.points, point), watched=number > 0)
+                if number > 0:
+                    after.wanted = range(0, MOST_INSTANTS * len(FATES), nest_stride)
+                    after.restore_too = True
+                    after.nest_every = nest_every if len(after.points) + 1 < depth else 0
+                    pending.append(after)
+                violations += [Violation(after.points, what) for what in after.run(whole)]
     return found + Exploration(
         violations=tuple(violations[:MOST_VIOLATIONS]), violation_count=len(violations)
     )
@@ -241,13 +244,16 @@ def explore(
 def replay(make: Callable[[], World], path: str) -> list[str]:
     """Go through the crashes of one `Violation.path` again; returns what is wrong after them.
 
+    The numbers of the last few points of a life, while its tasks are being cancelled, may vary:
+    the order in which a cancel reaches several tasks is that of a set.
+
     Raises:
         ValueError: there is no such crash point.
     """
     whole = make()
     problems = _Life(whole).run()
     numbers = [int(number) for number in path.split(".")] if path else []
-    for watched in (False, True):  # an unwatched life takes less time, and another way
+    for watched in (False, True):  # the explorer may have lived in it either way
         life = _Life(_lead_to(make(), numbers), watched=watched)
         problems += [one for one in life.run(whole) if one not in problems]
     return problems
@@ -261,5 +267,5 @@ def _lead_to(world: World, numbers: Sequence[int]) -> World:
         if not life.left:
             last = life.instants * len(FATES) - 1
             raise ValueError(f"no crash point {number} in a life that has 0 to {last}")
-        ((_, world),) = life.left.values()
+        (((_, world),),) = life.left.values()
     return world

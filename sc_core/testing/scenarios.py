@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import anyio
 
 from sc_core.config import ControllerConfig, decode
 from sc_core.records import Prompt
+from sc_core.testing.crash import Exploration, count_points, explore
 from sc_core.testing.disk import MemoryDisk
 from sc_core.testing.run import MemoryRun
 from sc_core.testing.world import MemoryWorld
@@ -93,3 +95,24 @@ SCENARIOS: Mapping[str, Callable[[], MemoryWorld]] = {
     for sampler in SAMPLERS
     for granularity in GRANULARITIES
 }
+
+Part = tuple[str, range]
+"""A scenario's name, and those of its crash points that one process explores."""
+PARTS = 8  #: of each scenario, so that processes share the work evenly
+NEST_EVERY = 100
+
+
+def parts_of(name: str, sample: int | None, scenarios: int) -> list[Part]:
+    """All points of a scenario in `PARTS` ranges, or its share of a sample."""
+    points = count_points(SCENARIOS[name]())
+    step = 1 if sample is None else max(1, points * scenarios // sample) | 1  # odd: see explore
+    each = -(-points // PARTS)
+    each += -each % step
+    return [(name, range(at, min(points, at + each), step)) for at in range(0, points, each)]
+
+
+def explore_part(part: Part) -> Exploration:
+    """Also in another process, for which it silences what the scenarios log."""
+    logging.disable(logging.CRITICAL)
+    name, points = part
+    return explore(SCENARIOS[name], points=points, nest_every=NEST_EVERY)
