@@ -81,8 +81,8 @@ def memory_run(config: ControllerConfig, *, exchanges: bool = True) -> MemoryRun
 
 
 def world(sampler: str, granularity: str) -> MemoryWorld:
-    """The world of such a run, before its first start; of `in_order_ahead`, on an old disk."""
-    config, exchanges = settings(sampler, granularity), sampler != "in_order_ahead"
+    """The world of such a run before its first start; `windowed` is on a disk without exchange."""
+    config, exchanges = settings(sampler, granularity), sampler != "windowed"
     return MemoryWorld(
         lambda: memory_run(config, exchanges=exchanges),
         bit_equal=sampler == "in_order",

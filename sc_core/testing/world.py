@@ -11,7 +11,7 @@ from sc_core.bundle import BundleStore
 from sc_core.controller import RunResult
 from sc_core.errors import RestoreError
 from sc_core.events import Event
-from sc_core.manifest import bundle_name
+from sc_core.manifest import bundle_name, parse_name
 from sc_core.records import sample_ids
 from sc_core.testing.crash import Crash, Watcher
 from sc_core.testing.run import MemoryRun
@@ -58,12 +58,13 @@ class MemoryWorld:
         self._effect_s = effect_s
         self._life = 1
         self._promised: dict[int, int] = {}  #: step, and the seq of the cut reported as published
-        self._expected: frozenset[str] = frozenset()  #: names of bundles that must be there
+        self._expected: frozenset[int] = frozenset()  #: steps of bundles that must be there
         self._problems: list[str] = []
         self._origin: VerifiedBundle | None = None
         self._origin_tree: Tree = ()
         self._torn: Path | None = None  #: what is being written
         self._appended_from = 0  #: events before the append under way
+        self._trained: list[tuple[int, int]] = []  #: step and ordinal, over the effective history
         self._known: dict[tuple[str, Tree], Intact] = {}  #: verified once: contents decide
         self.run.log.incarnation = "life 1"
 
@@ -90,18 +91,18 @@ class MemoryWorld:
         left._life = self._life + 1
         appending = crash.amid and self._appended_from < len(log.events)
         name = f"life {left._life}"
-        visible = {path.name for path in self._candidates()}
+        visible = frozenset(self._candidates())
         if crash.fate == "kill":
             torn = self._torn if crash.amid else None
             left.run.disk = disk.after_kill(torn=torn, seed=crash.seed)
             keep = rng.randint(self._appended_from, len(log.events)) if appending else None
             left.run.log = log.after_crash(name, keep=keep)
-            left._expected = frozenset(visible)
+            left._expected = visible
         else:
             left.run.disk = disk.after_crash(crash.seed)
             keep = rng.randint(log.synced, len(log.events))
             left.run.log = log.after_crash(name, lose_unsynced=True, keep=keep)
-        left._promised = {s: seq for s, seq in self._promised.items() if bundle_name(s) in visible}
+        left._promised = {s: seq for s, seq in self._promised.items() if s in visible}
         if self._promised:
             newest = max(self._promised)
             left._promised[newest] = self._promised[newest]
@@ -118,13 +119,13 @@ class MemoryWorld:
         """Described above; what is wrong, as sentences."""
         problems = list(self._problems)
         intact = self._intact(problems)
-        cuts = [(name, bundle.cut) for name, bundle in intact.items()]
+        cuts = [(bundle.path.name, bundle.cut) for bundle in intact.values()]
         report = audit(self.run.log.events, cuts)
         if not report.ok:
             problems.append(str(report))
         problems += self._check_history(report, whole)
         problems += self._check_memory()
-        problems += self._check_bundles(report, intact)
+        problems += self._check_bundles(intact)
         return problems
 
     # before a life --------------------------------------------------------------------
@@ -169,24 +170,26 @@ class MemoryWorld:
     def _look_around(self) -> None:
         """What the reboot found, before anything uses it."""
         intact = self._intact(self._problems)
-        for name in sorted(self._expected - intact.keys()):
-            self._problems.append(f"{name} was published when the process was killed, and is gone")
+        for step in sorted(self._expected - intact.keys()):
+            self._problems.append(f"step_{step} was there when the process was killed, and is gone")
         for step, seq in self._promised.items():
-            bundle = intact.get(bundle_name(step))
+            bundle = intact.get(step)
             if bundle is None or bundle.cut.event_seq < seq:
                 self._problems.append(f"step_{step} was reported as published, and is gone")
         if intact:
-            self._origin = max(intact.values(), key=lambda bundle: bundle.step)
+            self._origin = intact[max(intact)]
             self._origin_tree = self._tree(self._origin.path)
 
-    def _intact(self, problems: list[str]) -> dict[str, VerifiedBundle]:
-        found = {path.name: self._verify(path) for path in self._candidates()}
-        problems += [
-            f"{name} is damaged: {one}"
-            for name, one in found.items()
-            if isinstance(one, RestoreError)
-        ]
-        return {name: one for name, one in found.items() if isinstance(one, VerifiedBundle)}
+    def _intact(self, problems: list[str]) -> dict[int, VerifiedBundle]:
+        """The bundles by step; of those that are damaged, `problems` hears."""
+        intact: dict[int, VerifiedBundle] = {}
+        for step, path in self._candidates().items():
+            found = self._verify(path)
+            if isinstance(found, RestoreError):
+                problems.append(f"{path.name} is damaged: {found}")
+            else:
+                intact[step] = found
+        return intact
 
     def _verify(self, path: Path) -> Intact:
         key = path.name, self._tree(path)
@@ -197,8 +200,13 @@ class MemoryWorld:
                 self._known[key] = exc
         return self._known[key]
 
-    def _candidates(self) -> list[Path]:
-        return candidates(self.run.directory, self.run.disk)
+    def _candidates(self) -> dict[int, Path]:
+        """Bundles by step, a damaged one or one moved aside too."""
+        found: dict[int, Path] = {}
+        for path in candidates(self.run.directory, self.run.disk):
+            _, step = parse_name(path.name) or ("", -1)
+            found[step] = path
+        return found
 
     def _tree(self, path: Path, inside: str = "") -> Tree:
         disk = self.run.disk
@@ -212,7 +220,7 @@ class MemoryWorld:
 
     # after a life ---------------------------------------------------------------------
 
-    def history(self, report: AuditReport) -> list[tuple[int, int]]:
+    def _history(self, report: AuditReport) -> list[tuple[int, int]]:
         """Step and ordinal of all that was trained and not undone, in order."""
         until = {life.incarnation: life.last_seq for life in report.history}
         return [
@@ -226,7 +234,7 @@ class MemoryWorld:
         problems = []
         if self.result is None or self.result.step != grpo.max_num_steps:
             problems.append(f"the run ended as {self.result}")
-        trained = self.history(report)
+        trained = self._trained = self._history(report)
         steps = [step for step, _ in trained]
         each = grpo.num_prompts_per_step
         if steps != [step for step in range(1, grpo.max_num_steps + 1) for _ in range(each)]:
@@ -234,7 +242,7 @@ class MemoryWorld:
         if len({ordinal for _, ordinal in trained}) != len(trained):
             problems.append(f"a prompt was trained twice: {trained}")
         if self.bit_equal and self is not whole:
-            if trained != whole.history(audit(whole.run.log.events)):
+            if trained != whole._trained:
                 problems.append(f"not what the uninterrupted run trained: {trained}")
             if self.run.trainer.weights != whole.run.trainer.weights:
                 problems.append("the weights are not those of the uninterrupted run")
@@ -266,9 +274,9 @@ class MemoryWorld:
             problems.append(f"rows are left over or missing: {odd}")
         return problems
 
-    def _check_bundles(self, report: AuditReport, intact: dict[str, VerifiedBundle]) -> list[str]:
-        last = bundle_name(self.run.config.grpo.max_num_steps)
-        problems = [] if last in intact else [f"{last} was not published"]
+    def _check_bundles(self, intact: dict[int, VerifiedBundle]) -> list[str]:
+        last = self.run.config.grpo.max_num_steps
+        problems = [] if last in intact else [f"step_{last} was not published"]
         life = [each for each in self.run.log.events if each.incarnation == f"life {self._life}"]
         digest = life[0].digest if life else "?"
         origin = self._origin
