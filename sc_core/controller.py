@@ -34,7 +34,7 @@ from sc_core.ports import (
     Trainer,
     WeightSync,
 )
-from sc_core.records import Cut, LedgerRecord
+from sc_core.records import Cut, LedgerRecord, SampleId
 from sc_core.restore import ReadyStore, keeps_siblings
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
@@ -181,6 +181,10 @@ class SingleController:
     def ledger_records(self) -> tuple[LedgerRecord, ...]:
         """The live prompts, by ordinal."""
         return self._state.ledger.records()
+
+    def rows(self) -> frozenset[SampleId]:
+        """The rows of the data plane that groups, and finished siblings, own at this instant."""
+        return frozenset(self._state.ledger.rows())
 
     def statistics(self) -> ControllerStatistics:
         state, ledger = self._state, self._state.ledger

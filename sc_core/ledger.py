@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from sc_core.records import (
     Stamp,
     State,
     owns_group,
+    rows_of,
     sample_ids,
 )
 
@@ -78,6 +79,10 @@ class Ledger:
     def records(self) -> tuple[LedgerRecord, ...]:
         """All records, by ordinal."""
         return tuple(self._records.values())
+
+    def rows(self) -> Iterator[SampleId]:
+        """The rows that groups and finished siblings own, in no particular order."""
+        return rows_of(self.index.groups(), self._records.values())
 
     def next_waiting(self, skip: Container[int] = ()) -> LedgerRecord | None:
         """The waiting record with the lowest ordinal that is not in `skip`."""

@@ -5,7 +5,7 @@ New fields get defaults, so that older bundles still decode; a new meaning gets 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NewType
 
 import msgspec
@@ -142,10 +142,10 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     counters: Mapping[str, int] = {}  #: totals over the effective history
 
 
-def rows_of(cut: Cut) -> Iterator[SampleId]:
-    """The rows that a cut's groups and finished siblings own."""
-    for group in cut.groups:
+def rows_of(groups: Iterable[Group], records: Iterable[LedgerRecord]) -> Iterator[SampleId]:
+    """The rows that groups and finished siblings own."""
+    for group in groups:
         yield from group.sample_ids
-    for record in cut.records:
+    for record in records:
         for one in record.finished:
             yield one.sample_id

@@ -121,7 +121,7 @@ def check_inventory(cut: Cut, listed: frozenset[SampleId]) -> None:
     # Row by row, where sets would keep the interpreter, and the event loop, for all of them.
     expected: set[SampleId] = set(cut.suspects)
     missing = []
-    for row in rows_of(cut):
+    for row in rows_of(cut.groups, cut.records):
         expected.add(row)
         if row not in listed:
             missing.append(row)
@@ -137,5 +137,5 @@ def snapshot_metadata(cut: Cut, digest: str) -> dict[str, object]:
         "step": cut.step,
         "weight_version": cut.weight_version,
         "groups": len(cut.groups),
-        "rows": sum(1 for _ in rows_of(cut)),
+        "rows": sum(1 for _ in rows_of(cut.groups, cut.records)),
     }
