@@ -95,13 +95,19 @@ class GroupBuilder:
         prompt = Prompt(ordinal=record.ordinal, group_id=record.group_id, payload=record.payload)
         finished: dict[int, Sample] = {}
 
+        failures: list[AttemptFailed] = []
+
         async def one(sibling: int) -> None:
-            sample = await self._rollout(prompt, sibling, weight_version)
-            finished[sibling] = sample
-            if self._keeps_siblings:
-                if sample.fields.keys() != next(iter(finished.values())).fields.keys():
-                    raise AttemptFailed(_different_columns(prompt))
-                await self._keep(prompt, sibling, sample)
+            try:
+                finished[sibling] = sample = await self._rollout(prompt, sibling, weight_version)
+                if self._keeps_siblings:
+                    if sample.fields.keys() != next(iter(finished.values())).fields.keys():
+                        raise AttemptFailed(_different_columns(prompt))
+                    await self._keep(prompt, sibling, sample)
+            except AttemptFailed as failed:
+                if not self._keeps_siblings:
+                    raise
+                failures.append(failed)  # the others go on: what they finish is kept
 
         kept = {one.sibling for one in record.finished}
         missing = [number for number in range(self._siblings) if number not in kept]
@@ -119,6 +125,8 @@ class GroupBuilder:
                 if fatal is None and failed is not None:
                     raise _first(failed) from None
                 raise
+        if failures:
+            raise failures[0]
         if len(finished) < len(missing):
             raise AttemptFailed(
                 RolloutError(
