@@ -201,16 +201,17 @@ def test_inspect_counts_targets_attempts_and_failures(tmp_path: Path, command: C
         if (prompt.ordinal, sibling) == (6, 0) and fails:
             fails.pop()
             raise ConnectionError("engine went away")
-        while prompt.ordinal == 5 and fails:  # so that its commit is in no bundle before the stop
-            await anyio.sleep(0.005)
+        if prompt.ordinal == 5:
+            await third.wait()  # so that its commit is in no bundle before the stop
         if (prompt.ordinal, sibling) == (6, 0):
+            third.set()
             await anyio.sleep(0.2)
             assert run.controller is not None
             run.controller.stop()
         if prompt.ordinal >= 6:
             await anyio.sleep_forever()
 
-    fails = [1, 2]
+    fails, third = [1, 2], anyio.Event()
     config = decode(
         {
             "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
