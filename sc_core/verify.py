@@ -206,6 +206,8 @@ class _Verification:
             if found != seal.sha256:
                 raise self._damaged(name, "its content has changed")
         # From here on every file is intact: what is wrong now was wrong when it was written.
+        for name, (decode_schema, known) in _SCHEMAS.items():
+            self._check_schema(name, known, decode_schema(raw[name]))
         cut = self._decode(CUT, raw[CUT], decode_cut)
         position = self._decode(POSITION, raw[POSITION], _decode_position)
         info = self._decode(INFO, raw[INFO], _decode_info)
@@ -294,6 +296,15 @@ class _Verification:
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
             raise self._damaged(name, f"can't be decoded: {exc}") from exc
 
+    def _check_schema(self, name: str, known: str, found: str) -> None:
+        """Refuse a file of another version, which is neither damaged nor to be passed over."""
+        family = known.partition(".")[0]
+        if found != known and found.partition(".")[0] == family:
+            raise RestoreError(
+                f"{self._path.name}: {name} has schema {found} and this version reads {known};"
+                " resume it with the version that wrote it, or move it away"
+            )
+
     def _check_nesting(self, name: str, too_deep: bool) -> None:
         if too_deep:
             raise self._damaged(name, f"more than {MAX_NESTING} containers inside one another")
@@ -323,6 +334,33 @@ class _Verification:
             raise BundleInconsistent(
                 f"{self._path.name}: {what} is {a!s:.80} in {a_file} and {b!s:.80} in {b_file}"
             )
+
+
+class _Tagged(msgspec.Struct, frozen=True):
+    type: str = ""
+    schema: str = ""
+
+
+def _tag_of_msgpack(raw: bytes) -> str:
+    try:
+        return msgspec.msgpack.decode(raw, type=_Tagged).type
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""  # what is wrong with it shows when it is decoded whole
+
+
+def _schema_of_json(raw: bytes) -> str:
+    try:
+        return msgspec.json.decode(raw, type=_Tagged).schema
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+_SCHEMAS: Mapping[str, tuple[Callable[[bytes], str], str]] = {
+    CUT: (_tag_of_msgpack, "cut.v1"),
+    POSITION: (_tag_of_msgpack, "position.v1"),
+    INFO: (_schema_of_json, "training_info.v1"),
+}
+"""How each file says what it is, and the only answer that this version reads."""
 
 
 def _decode_position(raw: bytes) -> SavedPosition:

@@ -198,20 +198,22 @@ def test_inspect_tells_all_of_it_as_json(run: Path, command: Command) -> None:
 
 def test_inspect_counts_targets_attempts_and_failures(tmp_path: Path, command: Command) -> None:
     async def flaky(prompt: Prompt, sibling: int, version: int) -> None:
-        if (prompt.ordinal, sibling) == (6, 0) and fails:
-            fails.pop()
-            raise ConnectionError("engine went away")
-        if prompt.ordinal == 5:
-            await third.wait()  # so that its commit is in no bundle before the stop
         if (prompt.ordinal, sibling) == (6, 0):
-            third.set()
-            await anyio.sleep(0.2)
+            if fails:
+                fails.pop()
+                raise ConnectionError("engine went away")
+            failed_twice.set()
+            for _ in range(200):  # in which prompt 5 is committed
+                await anyio.lowlevel.checkpoint()
             assert run.controller is not None
             run.controller.stop()
+        if prompt.ordinal == 5:
+            await failed_twice.wait()
         if prompt.ordinal >= 6:
             await anyio.sleep_forever()
 
-    fails, third = [1, 2], anyio.Event()
+    fails = [1, 2]
+    failed_twice = anyio.Event()
     config = decode(
         {
             "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
