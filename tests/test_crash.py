@@ -37,7 +37,7 @@ from sc_core.testing.scenarios import (
     parts_of,
     settings,
 )
-from sc_core.testing.schedule import Deadlock, Stepped, run_alone
+from sc_core.testing.schedule import Deadlock, Endless, Stepped, run_alone
 from sc_core.train import TrainPump
 from sc_core.window import CheckpointWindow, snapshot_metadata
 
@@ -168,8 +168,14 @@ def test_blocking_work_takes_turns_with_the_loop() -> None:
 
 
 def test_a_life_that_can_t_end_is_a_violation() -> None:
+    async def forever() -> None:
+        while True:
+            await anyio.lowlevel.checkpoint()
+
     with pytest.raises(Deadlock):
         run_alone(anyio.Event().wait())
+    with pytest.raises(Endless):
+        run_alone(forever())
 
     class Stuck(MemoryWorld):
         async def live(self) -> None:
