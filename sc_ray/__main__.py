@@ -304,7 +304,7 @@ def _signal(path: Path, number: signal.Signals) -> int:
     return pid
 
 
-def _keep_quiet() -> None:
+def keep_quiet() -> None:
     """Leave the terminal to our own lines, and to warnings of ours."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -316,5 +316,5 @@ def _keep_quiet() -> None:
 
 
 if __name__ == "__main__":
-    _keep_quiet()
+    keep_quiet()
     sys.exit(main())

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from sc_core import (
     ScError,
 )
-from sc_ray.kills import kill_tree, what_is_wrong
-from sc_ray.run_directory import CHECKPOINTS, last_report, published
+from sc_ray.lives import Life, what_is_wrong
+from sc_ray.run_directory import last_report, published
 
-Waited = Callable[[], bool]
 Moment = Literal["start", "restore", "training", "save"]
 MOMENTS: tuple[Moment, ...] = ("start", "restore", "training", "save")
 LOOPS = ("asyncio", "uvloop", "trio")
@@ -38,14 +36,9 @@ SETTINGS = (
     "policy.model.num_key_value_heads=1",
 )
 """A world that starts fast: a tiny model, and no more processes than it takes."""
-_LOOK_EVERY_S = 0.005
-_LIFE_S = 600.0
+_STALLED_S = 600.0
 """A start that has not come to its moment, or to its end, by then has stalled."""
 _FIRST_GUESS_S = 20.0  #: of how long a start takes, before one has been seen
-
-
-class Stalled(ScError, TimeoutError):
-    """A start got nowhere."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -119,7 +112,7 @@ class Chaos:
             moment = "save"  # there is nothing to restore
         loop = LOOPS[self._starts % len(LOOPS)]
         self._starts += 1
-        with Life(run, [*self._settings, f"event_loop={loop}"]) as life:
+        with Life(run, [*self._settings, f"event_loop={loop}"], patience_s=_STALLED_S) as life:
             ended = not self._comes(life, moment, before)
             killed = 0 if ended else life.kill()
         self.resumed += life.says("resuming from")
@@ -168,79 +161,6 @@ class Chaos:
         if reached:
             time.sleep(pause_s)
         return reached and life.status is None
-
-
-class Life:
-    """One start of `python -m sc_ray train`, from its first instant to its last."""
-
-    def __init__(self, run: Path, settings: list[str]) -> None:
-        self.run = run
-        run.mkdir(parents=True, exist_ok=True)
-        self._told = run / "output.txt"
-        command = [sys.executable, "-m", "sc_ray", "train", "--config", "demo", "--out", str(run)]
-        with self._told.open("wb") as output:
-            self._driver = subprocess.Popen(
-                [*command, *settings],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> Life:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._driver.wait()
-
-    @property
-    def pid(self) -> int:
-        return self._driver.pid
-
-    @property
-    def status(self) -> int | None:
-        """With which it ended; None: it goes on."""
-        return self._driver.poll()
-
-    @property
-    def step(self) -> int | None:
-        """The steps that it has behind it; None: its controller does not run yet."""
-        told = last_report(self.run)
-        ours = told.get("pid") == self.pid and told.get("state") == "running"
-        return int(told.get("step", 0)) if ours else None
-
-    @property
-    def last_line(self) -> str:
-        return (self._output().splitlines() or ["it said nothing"])[-1]
-
-    def says(self, words: str) -> bool:
-        return words in self._output()
-
-    def is_saving(self) -> bool:
-        """Whether a bundle is being staged, sealed or published at this moment."""
-        return any((self.run / CHECKPOINTS).glob("tmp_step_*"))
-
-    def until(self, comes: Waited) -> bool:
-        """Wait for it; False if the run ended first.
-
-        Raises:
-            Stalled: neither happened for very long.
-        """
-        give_up = time.monotonic() + _LIFE_S
-        while not comes():
-            if self.status is not None:
-                return False
-            if time.monotonic() > give_up:
-                raise Stalled(f"{self.run} is stuck; it last said: {self.last_line}")
-            time.sleep(_LOOK_EVERY_S)
-        return True
-
-    def kill(self) -> int:
-        """SIGKILL the driver and all below it; returns how many processes that were."""
-        return kill_tree(self.pid)
-
-    def _output(self) -> str:
-        return self._told.read_text(errors="replace")
 
 
 def _say(line: str) -> None:

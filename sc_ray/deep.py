@@ -60,8 +60,9 @@ def look_inside(bundle: Path) -> DeepReport:
     try:
         answer, complaint = child.communicate()
     finally:
-        kill_tree(child.pid)
-        child.wait()
+        if child.poll() is None:  # somebody lost patience with it
+            kill_tree(child.pid)
+            child.wait()
     if child.returncode != 0 or not answer.strip():
         last = (complaint.decode(errors="replace").splitlines() or ["nothing"])[-1]
         raise ScError(

@@ -1,4 +1,4 @@
-"""Ends processes as a crash does, by SIGKILL, and looks at what a run has left behind."""
+"""Finds and ends processes as a crash does, by SIGKILL."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
-
-from sc_core import (
-    RestoreError,
-    audit_run,
-    candidates,
-    verify,
-)
-from sc_ray.run_directory import CHECKPOINTS, EVENTS
 
 
 def kill_tree(root: int) -> int:
@@ -61,23 +53,4 @@ def actors_of(root: int, kind: str) -> list[int]:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             if title.startswith(f"ray::{kind}"):
                 found.append(pid)
-    return found
-
-
-def what_is_wrong(run: Path) -> list[str]:
-    """What the run's log and bundles say against it, now that nobody writes there; empty: nothing.
-
-    Every prompt must be accounted for once, and every bundle that is listed must verify.
-    """
-    found = []
-    key = os.environ.get("SC_BUNDLE_KEY", "").encode() or None
-    for bundle in candidates(run / CHECKPOINTS):
-        try:
-            verify(bundle, key=key)
-        except RestoreError as exc:
-            found.append(str(exc))
-    if (run / EVENTS).exists():
-        report = audit_run(run, key=key)
-        if not report.ok:
-            found.append(str(report))
     return found

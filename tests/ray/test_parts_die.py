@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from sc_ray.chaos import SETTINGS, Life
-from sc_ray.kills import actors_of, what_is_wrong
+from sc_ray.chaos import SETTINGS
+from sc_ray.kills import actors_of
+from sc_ray.lives import Life, what_is_wrong
 from sc_ray.run_directory import published
 
 AT_ONCE_S = 60.0
@@ -25,7 +26,11 @@ def start(tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as lives:
 
         def start_life(*settings: str) -> Life:
-            life = Life(tmp_path / "run", [*SETTINGS, "grpo.max_num_steps=100000", *settings])
+            life = Life(
+                tmp_path / "run",
+                [*SETTINGS, "grpo.max_num_steps=100000", *settings],
+                patience_s=300,
+            )
             return lives.enter_context(life)
 
         yield start_life
