@@ -12,7 +12,7 @@ RAY := .venv/.installed-ray
 ALL := .venv/.installed-all
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install install-all demo demo-crash test lint bench clean
+.PHONY: install install-all demo demo-crash chaos test explore lint bench clean
 
 install: $(RAY)  ## base and ray
 	@echo "installed into .venv: sc_core and sc_ray"
@@ -27,6 +27,10 @@ demo-crash: $(RAY)  ## the same, killed with SIGKILL in the middle, resumed and 
 	rm -rf runs/demo-crash
 	$(BIN)/python -m sc_ray.demo_crash --out runs/demo-crash
 
+chaos: $(ALL)  ## real runs, killed 50 times at random moments; about an hour
+	rm -rf runs/chaos
+	$(BIN)/python -m sc_ray.chaos --out runs/chaos
+
 test: $(ALL)
 	$(BIN)/python -m pytest -q
 
@@ -35,10 +39,14 @@ lint: $(ALL)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+explore: $(ALL)  ## kill whole runs at every await and every disk effect: some twenty minutes
+	$(BIN)/python -m sc_core.testing
+
 bench: $(ALL)
 	$(BIN)/python -m benchmarks.bench_barrier
 	$(BIN)/python -m benchmarks.bench_index
 	$(BIN)/python -m benchmarks.bench_controller
+	$(BIN)/python -m benchmarks.bench_window
 
 clean:  ## forget the environment; runs stay
 	rm -rf .venv

@@ -5,6 +5,7 @@ Start with `SingleController`; `sc_core.testing` runs a whole one in memory.
 
 from sc_core.audit import AuditReport as AuditReport
 from sc_core.audit import audit as audit
+from sc_core.audit import audit_run as audit_run
 from sc_core.barrier import BarrierStatistics as BarrierStatistics
 from sc_core.barrier import CheckpointBarrier as CheckpointBarrier
 from sc_core.bundle import BundleStore as BundleStore
@@ -68,6 +69,7 @@ from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
+from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
@@ -140,9 +142,11 @@ __all__ = [
     "WorkerDied",
     "ZeroVarianceFilter",
     "audit",
+    "audit_run",
     "build_sampler",
     "candidates",
     "check_capacity",
+    "check_store",
     "decode",
     "in_thread",
     "inline",

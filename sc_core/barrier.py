@@ -119,6 +119,7 @@ class CheckpointBarrier:
         section = MutationSection()  # filled in here: an __init__ would slow entering by a tenth
         section._barrier = self
         section.label = label
+        section.waited_s = 0.0
         section._outer = None
         section._held = None
         return section
@@ -138,6 +139,7 @@ class CheckpointBarrier:
         section = CheckpointSection()
         section._barrier = self
         section.label = label
+        section.waited_s = 0.0
         section._outer = None
         section._held = None
         section.deadline_s = deadline_s
@@ -215,11 +217,12 @@ class CheckpointBarrier:
 class Section:
     """One use of a barrier, made by `mutation` or `checkpoint`: entered once, left once."""
 
-    __slots__ = ("_barrier", "_held", "_outer", "label")
+    __slots__ = ("_barrier", "_held", "_outer", "label", "waited_s")
 
     side: ClassVar[Side]
 
     label: str
+    waited_s: float  #: how long entering took: seconds of the barrier's clock
     _barrier: CheckpointBarrier
     _outer: Section | None  # the live one, of any barrier, that this was entered in
     _held: bool | None  # None: neither granted nor queued yet
@@ -283,6 +286,7 @@ class Section:
         self._held = False
         self._mark_entered()  # it counts for nothing until granted
         turn = self._barrier._join_queue(self)
+        since = turn.arrivals[self]
         try:
             await turn.opened.wait()
         except BaseException:
@@ -291,6 +295,7 @@ class Section:
             else:  # those behind may have been waiting only for this one
                 self._barrier._leave_queue(self, turn)
             raise
+        self.waited_s = self._barrier._holders[self] - since
 
 
 class MutationSection(Section):

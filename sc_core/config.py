@@ -117,9 +117,17 @@ class CheckpointingConfig(_Settings, frozen=True):
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+class RolloutRecoveryConfig(_Settings, frozen=True):
+    default_granularity: Literal["prompt_group", "sibling"] = "prompt_group"
+    """What a failed attempt or a restart takes from a group that is not whole: everything, or
+    only the siblings that had not finished. With `sibling` each finished one is written to the
+    data plane at once, and a group counts as old as its oldest sibling."""
+
+
 class ControllerConfig(_Settings, frozen=True):
     grpo: GrpoConfig = GrpoConfig()
     async_rl: AsyncRlConfig = AsyncRlConfig()
+    rollout_recovery: RolloutRecoveryConfig = RolloutRecoveryConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
 
     def __post_init__(self) -> None:

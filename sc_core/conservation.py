@@ -8,7 +8,7 @@ from sc_core.counts import Counts
 from sc_core.digest import payload_digest, record_digest
 from sc_core.errors import Conservation
 from sc_core.index import ReplayIndex
-from sc_core.records import LedgerRecord
+from sc_core.records import LedgerRecord, owns_group
 
 
 def check_counts(
@@ -43,7 +43,7 @@ def check_index(records: Collection[LedgerRecord], index: ReplayIndex) -> None:
     """
     owners = 0
     for record in records:
-        owner = record.state in ("committed", "selected")
+        owner = owns_group(record)
         owners += owner
         group = index.get(record.group_id)
         if (group is not None) is not owner:
@@ -56,6 +56,10 @@ def check_index(records: Collection[LedgerRecord], index: ReplayIndex) -> None:
         if index.is_selected(group.group_id) is not (record.state == "selected"):
             raise Conservation(
                 f"prompt {record.ordinal} is {record.state} in the ledger only, not in the index"
+            )
+        if record.finished:
+            raise Conservation(
+                f"prompt {record.ordinal} is {record.state} and keeps siblings apart"
             )
         theirs = (group.ordinal, group.start_weight_version, group.target_step)
         mine = (record.ordinal, record.start_weight_version, record.target_step)
@@ -79,7 +83,8 @@ def check_recount(records: Collection[LedgerRecord], kept: Counts) -> None:
     """
     recount = Counts()
     for record in records:
-        recount.shift(record, record_digest(record, payload_digest(record.payload)), 1)
+        digest = record_digest(record, payload_digest(record.payload)) if owns_group(record) else 0
+        recount.shift(record, digest, 1)
     for name, counted in vars(recount).items():
         if vars(kept)[name] != counted:
             raise Conservation(

@@ -11,6 +11,7 @@ import anyio
 import msgspec
 
 from sc_core.advantage import AdvantageStage
+from sc_core.attempt import GroupBuilder
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
 from sc_core.budget import stop_in_time
 from sc_core.bundle import BundleStore
@@ -33,8 +34,8 @@ from sc_core.ports import (
     Trainer,
     WeightSync,
 )
-from sc_core.records import Cut, LedgerRecord
-from sc_core.restore import ReadyStore
+from sc_core.records import Cut, LedgerRecord, SampleId
+from sc_core.restore import ReadyStore, keeps_siblings
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
 from sc_core.samplers import build_sampler, check_capacity
@@ -181,6 +182,10 @@ class SingleController:
         """The live prompts, by ordinal."""
         return self._state.ledger.records()
 
+    def rows(self) -> frozenset[SampleId]:
+        """The rows of the data plane that groups, and finished siblings, own at this instant."""
+        return frozenset(self._state.ledger.rows())
+
     def statistics(self) -> ControllerStatistics:
         state, ledger = self._state, self._state.ledger
         return ControllerStatistics(
@@ -251,10 +256,7 @@ class SingleController:
             state,
             config,
             ports.source,
-            ports.worker,
-            rows,
-            self._barrier,
-            ports.group_filter,
+            GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter),
             max_inflight=self._max_inflight,
         )
         self._pump = TrainPump(
@@ -333,6 +335,10 @@ class SingleController:
             if not config.checkpointing.load_replay_buffer:
                 for group in ledger.index.groups():
                     rows.suspects.update(group.sample_ids)
+            if not keeps_siblings(config):
+                for record in ledger.records():
+                    if record.finished:
+                        rows.suspects.update(ledger.forget_siblings(record.ordinal))
             await rows.clear(())
         ports.events.append(
             "resumed",

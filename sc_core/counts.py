@@ -29,10 +29,11 @@ class Counts:
         self.of_target = Tally()  #: live ones
         self.uncommitted_of_version = Tally()  #: in flight, or waiting for another attempt
         self.unselected_of_version = Tally()  #: those, and the committed ones
-        self.digest = 0
+        self.digest = 0  #: of those that own a group
 
     def shift(self, record: LedgerRecord, digest: int, by: Literal[1, -1]) -> None:
         """Count a record in, or out."""
+        self.digest = (self.digest + by * digest) % MODULUS
         self.of_state[record.state] += by
         if record.admitted:
             self.live += by
@@ -45,4 +46,3 @@ class Counts:
             self.unselected_of_version.shift(version, by)
             if record.state != "committed":
                 self.uncommitted_of_version.shift(version, by)
-        self.digest = (self.digest + by * digest) % MODULUS

@@ -1,18 +1,28 @@
-"""The cut on disk: its bytes, its digest, and what it must not contradict."""
+"""The cut on disk: its bytes, its digest, and what it must not contradict.
+
+A cut may hold 10,000 groups, and a call into msgspec keeps the interpreter to itself, and so the
+event loop from going on, also from another thread. So what is done while a run goes on takes
+records and groups one by one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from sc_core.digest import MODULUS, group_digest, payload_digest, record_digest
 from sc_core.errors import BundleInconsistent, RestoreError, SaveError
-from sc_core.records import Cut, Group, LedgerRecord
+from sc_core.records import Cut, Group, LedgerRecord, owns_group
 
 _decoder = msgspec.msgpack.Decoder(Cut)
+_group_decoder = msgspec.msgpack.Decoder(Group)
+_record_decoder = msgspec.msgpack.Decoder(LedgerRecord)
+_encode = msgspec.msgpack.Encoder().encode
+_MANY = ("records", "groups")  #: the fields that grow with the run
 
 
 def encode_cut(cut: Cut) -> bytes:
@@ -21,8 +31,13 @@ def encode_cut(cut: Cut) -> bytes:
     Raises:
         SaveError: a payload, the position or the sampler's state is nothing msgpack can hold.
     """
+    whole: dict[str, Any] = {"type": Cut.__struct_config__.tag}
     try:
-        return msgspec.msgpack.encode(cut)
+        for name in Cut.__struct_fields__:
+            whole[name] = getattr(cut, name)
+        for name in _MANY:
+            whole[name] = [msgspec.Raw(_encode(one)) for one in whole[name]]
+        return _encode(whole)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise SaveError(f"the cut can't be encoded as msgpack: {exc}") from exc
 
@@ -41,25 +56,54 @@ def decode_cut(raw: bytes) -> Cut:
         raise RestoreError(f"the cut is unreadable: {exc}") from exc
 
 
+def digest_of_encoded(raw: bytes) -> str:
+    """The `cut_digest` of what `encode_cut` wrote, having decoded all of it again.
+
+    Raises:
+        RestoreError: the bytes are no cut that this version understands.
+    """
+    try:
+        fields = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
+        many = {
+            name: msgspec.msgpack.decode(fields.pop(name), type=tuple[msgspec.Raw, ...])
+            for name in _MANY
+        }
+        rest = _decoder.decode(_encode(fields))
+        groups = records = 0
+        for one in many["groups"]:
+            groups += group_digest(_group_decoder.decode(one))
+        for one in many["records"]:
+            records += _record_digest(_record_decoder.decode(one))
+    except (KeyError, msgspec.DecodeError, RecursionError) as exc:
+        raise RestoreError(f"the cut is unreadable: {exc}") from exc
+    sums = (len(many["groups"]), groups % MODULUS), (len(many["records"]), records % MODULUS)
+    return _digest(rest, sums)
+
+
 def cut_digest(
     cut: Cut, *, groups_digest: int | None = None, records_digest: int | None = None
 ) -> str:
     """SHA-256 over everything in the cut, in hex.
 
     Groups and records enter as the sums described in `sc_core.digest`. Ledger and index keep
-    these sums up to date (`ledger.index.digest`, `ledger.digest`): given them, as of the
-    instant of the cut, nothing here grows with the number of groups. Left out, they are
-    computed from the cut; the result is the same.
+    up those of the groups and of the records that have one (`ledger.index.digest`,
+    `ledger.digest`): given them, as of the instant of the cut, only records without a group are
+    hashed here. Left out, they are computed from the cut; the result is the same.
 
     Raises:
         SaveError: as `encode_cut`.
     """
     if groups_digest is None:
         groups_digest = sum(map(group_digest, cut.groups)) % MODULUS
-    if records_digest is None:
-        records_digest = sum(map(_record_digest, cut.records)) % MODULUS
-    whole = hashlib.sha256(encode_cut(msgspec.structs.replace(cut, records=(), groups=())))
-    for count, total in ((len(cut.groups), groups_digest), (len(cut.records), records_digest)):
+    hashed = [r for r in cut.records if records_digest is None or not owns_group(r)]
+    records_digest = ((records_digest or 0) + sum(map(_record_digest, hashed))) % MODULUS
+    sums = (len(cut.groups), groups_digest), (len(cut.records), records_digest)
+    return _digest(msgspec.structs.replace(cut, records=(), groups=()), sums)
+
+
+def _digest(rest: Cut, sums: Iterable[tuple[int, int]]) -> str:
+    whole = hashlib.sha256(encode_cut(rest))
+    for count, total in sums:
         whole.update(count.to_bytes(8, "big") + total.to_bytes(32, "big"))
     return whole.hexdigest()
 
@@ -119,10 +163,34 @@ def _check_record(record: LedgerRecord, cut: Cut) -> None:
         raise BundleInconsistent(
             f"ledger: prompt {record.ordinal} has target step {record.target_step}, below 0"
         )
+    if record.finished:
+        _check_finished(record, cut)
+
+
+def _check_finished(record: LedgerRecord, cut: Cut) -> None:
+    start = record.start_weight_version
+    if start is None or owns_group(record):
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} is {record.state} with start version {start} and"
+            " keeps finished siblings"
+        )
+    siblings = [one.sibling for one in record.finished]
+    if siblings != sorted(set(siblings)) or not 0 <= siblings[0] <= siblings[-1] < cut.group_size:
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} has finished siblings {siblings}; they are distinct,"
+            f" ascending and below {cut.group_size}"
+        )
+    for one in record.finished:
+        if not start <= one.end_weight_version <= cut.weight_version:
+            raise BundleInconsistent(
+                f"ledger: sibling {one.sibling} of prompt {record.ordinal} ended at weight version"
+                f" {one.end_weight_version}, not between its group's start at {start} and"
+                f" {cut.weight_version}"
+            )
 
 
 def _check_groups(cut: Cut) -> None:
-    owners = {r.ordinal: r for r in cut.records if r.state in ("committed", "selected")}
+    owners = {r.ordinal: r for r in cut.records if owns_group(r)}
     last = -1
     for group in cut.groups:
         record = owners.pop(group.ordinal, None)
@@ -158,7 +226,15 @@ def _check_groups(cut: Cut) -> None:
 
 
 def _check_rows(cut: Cut) -> None:
-    owner: dict[str, Group] = {}
+    owner: dict[str, str] = {}
+    for record in cut.records:
+        for one in record.finished:
+            if one.sample_id in owner:
+                raise BundleInconsistent(
+                    f"ledger: row {one.sample_id} belongs to {owner[one.sample_id]} and to prompt"
+                    f" {record.ordinal}"
+                )
+            owner[one.sample_id] = f"prompt {record.ordinal}"
     for group in cut.groups:
         if len(group.sample_ids) != cut.group_size:
             raise BundleInconsistent(
@@ -168,14 +244,13 @@ def _check_rows(cut: Cut) -> None:
         for row in group.sample_ids:
             if row in owner:
                 raise BundleInconsistent(
-                    f"index: row {row} belongs to group {owner[row].group_id} and to group"
-                    f" {group.group_id}"
+                    f"index: row {row} belongs to {owner[row]} and to group {group.group_id}"
                 )
-            owner[row] = group
+            owner[row] = f"group {group.group_id}"
     for row in cut.suspects:
         if row in owner:
             raise BundleInconsistent(
-                f"row {row} is to be cleared as suspect, but belongs to group {owner[row].group_id}"
+                f"row {row} is to be cleared as suspect, but belongs to {owner[row]}"
             )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sc_core.records import Group, LedgerRecord
+from sc_core.records import Group, LedgerRecord, State
 
 MODULUS = 1 << 256
 _encode = msgspec.msgpack.Encoder().encode
@@ -41,7 +41,8 @@ def record_digest(record: LedgerRecord, payload: bytes) -> int:
     """As `group_digest`, with `payload_digest` in the payload's place.
 
     A record changes its state several times and its payload never, so a long prompt is hashed
-    once.
+    once. A selected record counts as committed, as it does after a restore.
     """
-    short = msgspec.structs.replace(record, payload=payload)
+    state: State = "committed" if record.state == "selected" else record.state
+    short = msgspec.structs.replace(record, payload=payload, state=state)
     return int.from_bytes(hashlib.sha256(_encode(short)).digest(), "big")

@@ -25,6 +25,7 @@ class ReplayIndex:
         # Invariant: each order has one key, ending in the ordinal, per group that is not selected.
         self._groups: dict[int, Group] = {}
         self._ordinals: dict[GroupId, int] = {}
+        self._digests: dict[int, int] = {}
         self._selected: set[int] = set()
         self._by_commit = OrderedKeys()
         self._by_version = OrderedKeys()
@@ -76,6 +77,7 @@ class ReplayIndex:
         digest = group_digest(group)  # first, as it refuses what msgpack can't hold
         self._groups[group.ordinal] = group
         self._ordinals[group.group_id] = group.ordinal
+        self._digests[group.ordinal] = digest
         self._enter_orders(group)
         self.digest = (self.digest + digest) % MODULUS
 
@@ -111,7 +113,7 @@ class ReplayIndex:
         else:
             self._leave_orders(group)
         del self._groups[group.ordinal], self._ordinals[group_id]
-        self.digest = (self.digest - group_digest(group)) % MODULUS
+        self.digest = (self.digest - self._digests.pop(group.ordinal)) % MODULUS
         return group
 
     def replace(self, group: Group) -> None:
@@ -126,11 +128,13 @@ class ReplayIndex:
             raise ValueError(
                 f"group {group.group_id} is of prompt {old.ordinal}, not {group.ordinal}"
             )
-        change = group_digest(group) - group_digest(old)
+        digest = group_digest(group)
+        change = digest - self._digests[group.ordinal]
         if group.ordinal not in self._selected:
             self._leave_orders(old)
             self._enter_orders(group)
         self._groups[group.ordinal] = group
+        self._digests[group.ordinal] = digest
         self.digest = (self.digest + change) % MODULUS
 
     # ready groups ---------------------------------------------------------------------
@@ -145,6 +149,10 @@ class ReplayIndex:
     def ready_of_version(self, version: int) -> Iterator[Group]:
         """By ordinal."""
         return self._at(self._by_version.beginning(version))
+
+    def oldest_ready_version(self) -> int | None:
+        first = self._by_version.first()
+        return None if first is None else first[0]
 
     def ready_versions(self) -> tuple[int, ...]:
         """Start versions that ready groups have, ascending."""

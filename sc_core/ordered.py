@@ -45,6 +45,9 @@ class OrderedKeys:
                     raise RuntimeError("ordered keys changed during iteration")
             start = 0
 
+    def first(self) -> Key | None:
+        return self._blocks[0][0] if self._blocks else None
+
     def beginning(self, head: int) -> Iterator[Key]:
         """The keys whose first number is `head`."""
         for key in self.at_or_after((head,)):

@@ -97,6 +97,7 @@ class RolloutWorker(Protocol):
         Raises:
             DataFailure: the prompt itself is at fault. Any other exception counts as a
                 failure of the infrastructure.
+            WorkerDied: nobody is left that could generate; the run ends.
         """
 
 
@@ -168,6 +169,9 @@ class IndexView(Protocol):
 
     def ready_of_version(self, version: int) -> Iterator[Group]:
         """By ordinal."""
+
+    def oldest_ready_version(self) -> int | None:
+        """The first of `ready_versions`, at the cost of one."""
 
     def ready_versions(self) -> Sequence[int]:
         """Start versions that ready groups have, ascending."""

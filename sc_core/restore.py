@@ -28,7 +28,7 @@ from sc_core.errors import (
     RestoreOrderError,
 )
 from sc_core.ports import BootstrapDataPlane, Runner
-from sc_core.records import Cut
+from sc_core.records import Cut, SampleId
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 from sc_core.window import check_inventory, snapshot_metadata
 
@@ -186,17 +186,32 @@ async def _fill(
         load_s,
         lambda: bootstrap.load_checkpoint(bundle.data_plane_dir),
     )
-    _agree(metadata, snapshot_metadata(bundle.cut, bundle.digest), bundle.path.name)
     listed = await settle("store.list_sample_ids", call_s, bootstrap.list_sample_ids)
+    check_store(bundle, metadata, listed)
+
+
+def check_store(
+    bundle: VerifiedBundle, metadata: Mapping[str, Any], listed: frozenset[SampleId]
+) -> None:
+    """Compare what a store was filled with, its metadata and rows, with the bundle's cut.
+
+    Raises:
+        BundleInconsistent: digest, step, version or a count differs; both values are named.
+        InventoryMismatch: the rows are not those of the cut.
+    """
+    for name, value in snapshot_metadata(bundle.cut, bundle.digest).items():
+        if metadata.get(name) != value:
+            raise BundleInconsistent(
+                f"{bundle.path.name}: {name} is {value} in the cut and {metadata.get(name)} in"
+                " data_plane"
+            )
     check_inventory(bundle.cut, listed)
 
 
-def _agree(found: Mapping[str, Any], wanted: Mapping[str, Any], bundle: str) -> None:
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            raise BundleInconsistent(
-                f"{bundle}: {name} is {value} in the cut and {found.get(name)} in data_plane"
-            )
+def keeps_siblings(config: ControllerConfig) -> bool:
+    """Whether a resume goes on with the finished siblings of groups that are not whole."""
+    granularity = config.rollout_recovery.default_granularity
+    return granularity == "sibling" and config.checkpointing.load_replay_buffer
 
 
 def check_config(cut: Cut, config: ControllerConfig, source_fingerprint: str | None) -> None:

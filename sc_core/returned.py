@@ -12,10 +12,10 @@ from operator import index
 from msgspec.structs import replace
 
 from sc_core.errors import DataFailure, RolloutError
-from sc_core.records import Sample
+from sc_core.records import GroupId, Sample
 
 
-def check_sample(sample: object, whose: str, *, weight_versions: range) -> Sample:
+def check_sample(sample: object, group: GroupId, sibling: int, *, weight_versions: range) -> Sample:
     """The sample with plain numbers in place of those of other libraries.
 
     `weight_versions` are those that could have produced its last token.
@@ -24,21 +24,25 @@ def check_sample(sample: object, whose: str, *, weight_versions: range) -> Sampl
         DataFailure: its reward is not finite: training on it would ruin the weights.
         RolloutError: it is no sample, or has something in it that is not what it should be.
     """
+
+    def whose() -> str:
+        return f"sibling {sibling} of group {group}"
+
     if not isinstance(sample, Sample):
-        raise RolloutError(f"{whose} came back as {type(sample).__name__}, not as a Sample")
+        raise RolloutError(f"{whose()} came back as {type(sample).__name__}, not as a Sample")
     if not isinstance(sample.fields, Mapping):
-        raise RolloutError(f"{whose} has {type(sample.fields).__name__} for its fields")
+        raise RolloutError(f"{whose()} has {type(sample.fields).__name__} for its fields")
     try:
         reward, tokens = float(sample.reward), index(sample.tokens)
         end = sample.end_weight_version
         end = None if end is None else index(end)
     except (TypeError, ValueError) as exc:
-        raise RolloutError(f"{whose} has something that is not a number: {exc}") from exc
+        raise RolloutError(f"{whose()} has something that is not a number: {exc}") from exc
     if end is not None and end not in weight_versions:
         raise RolloutError(
-            f"{whose} ended at weight version {end}, not between its start at"
+            f"{whose()} ended at weight version {end}, not between its start at"
             f" {weight_versions[0]} and the present {weight_versions[-1]}"
         )
     if not math.isfinite(reward):
-        raise DataFailure(f"{whose} has reward {reward}")
+        raise DataFailure(f"{whose()} has reward {reward}")
     return replace(sample, reward=reward, tokens=tokens, end_weight_version=end)

@@ -156,6 +156,9 @@ class Windowed(_Stateless):
         )
 
     def evict(self, view: SamplerView) -> Sequence[Group]:
+        oldest = view.index.oldest_ready_version()
+        if oldest is None or oldest >= view.weight_version - self._staleness:
+            return ()  # asked at every commit, and mostly so
         versions = view.index.ready_versions()
         stale = versions[: bisect_left(versions, view.weight_version - self._staleness)]
         return [group for version in stale for group in view.index.ready_of_version(version)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sc_core.cut import check_cut, cut_digest, decode_cut, encode_cut
+from sc_core.cut import check_cut, digest_of_encoded, encode_cut
 from sc_core.disk import Disk
 from sc_core.errors import RestoreError, SaveError
 from sc_core.manifest import (
@@ -92,11 +92,10 @@ class Staged:
             )
         encoded = encode_cut(cut)
         try:
-            found = decode_cut(encoded)
-            check_cut(found)
+            check_cut(cut)
+            actual = digest_of_encoded(encoded)
         except RestoreError as exc:
             raise SaveError(f"the cut of step {cut.step} could not be read back: {exc}") from exc
-        actual = cut_digest(found)
         if actual != digest:
             raise SaveError(f"the cut of step {cut.step} has digest {actual}, not {digest}")
         numbers = {name: float(value) for name, value in metrics.items()}

@@ -7,6 +7,7 @@ section, goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import anyio
 
@@ -15,10 +16,10 @@ from sc_core.bundle import BundleStore, Staged
 from sc_core.calls import settle
 from sc_core.config import DeadlinesConfig
 from sc_core.cut import cut_digest
-from sc_core.errors import InventoryMismatch
+from sc_core.errors import InventoryMismatch, root_cause
 from sc_core.finaliser import BundleFinaliser, Job
 from sc_core.ports import DataPlane, Runner, Trainer
-from sc_core.records import Cut, SampleId, row_ids
+from sc_core.records import Cut, SampleId, rows_of
 from sc_core.state import Stopwatch
 
 
@@ -87,21 +88,27 @@ class CheckpointWindow:
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
         cut, (groups, records) = self._take_cut()
-        digest = cut_digest(cut, groups_digest=groups, records_digest=records)
+        digest = await self._runner(
+            partial(cut_digest, cut, groups_digest=groups, records_digest=records)
+        )
         listed = await settle(
             "data_plane.list_sample_ids",
             self._deadlines.data_plane_s,
             self._plane.list_sample_ids,
         )
-        await self._runner(check_inventory, cut, listed)
-        with lap("tq_save_seconds"):
-            await settle(
-                "data_plane.save_checkpoint",
-                self._deadlines.snapshot_s,
-                lambda: self._plane.save_checkpoint(
-                    staged.data_plane_dir, snapshot_metadata(cut, digest)
-                ),
-            )
+        try:
+            async with anyio.create_task_group() as tg:  # nothing changes: both look at the same
+                tg.start_soon(self._runner, check_inventory, cut, listed)
+                with lap("tq_save_seconds"):
+                    await settle(
+                        "data_plane.save_checkpoint",
+                        self._deadlines.snapshot_s,
+                        lambda: self._plane.save_checkpoint(
+                            staged.data_plane_dir, snapshot_metadata(cut, digest)
+                        ),
+                    )
+        except ExceptionGroup as group:
+            raise root_cause(group) from group
         return cut, digest
 
 
@@ -111,9 +118,14 @@ def check_inventory(cut: Cut, listed: frozenset[SampleId]) -> None:
     Raises:
         InventoryMismatch: naming the first rows that are missing or unexpected.
     """
-    expected = row_ids(cut.groups)
-    missing = expected - listed
-    unexpected = listed - expected - frozenset(cut.suspects)
+    # Row by row, where sets would keep the interpreter, and the event loop, for all of them.
+    expected: set[SampleId] = set(cut.suspects)
+    missing = []
+    for row in rows_of(cut.groups, cut.records):
+        expected.add(row)
+        if row not in listed:
+            missing.append(row)
+    unexpected = [row for row in listed if row not in expected]
     if missing or unexpected:
         raise InventoryMismatch(sorted(missing), sorted(unexpected))
 
@@ -125,5 +137,5 @@ def snapshot_metadata(cut: Cut, digest: str) -> dict[str, object]:
         "step": cut.step,
         "weight_version": cut.weight_version,
         "groups": len(cut.groups),
-        "rows": sum(len(group.sample_ids) for group in cut.groups),
+        "rows": sum(1 for _ in rows_of(cut.groups, cut.records)),
     }

@@ -1,4 +1,4 @@
-"""`python -m sc_ray train|status|checkpoint|stop`: a run from the command line.
+"""`python -m sc_ray train|verify|status|checkpoint|stop`: a run from the command line.
 
 Exit status: 0 done, 3 stopped on request with a bundle, 1 failed, 2 wrong usage.
 
@@ -25,6 +25,8 @@ import msgspec
 from sc_core import (
     ConfigError,
     ScError,
+    candidates,
+    verify,
 )
 from sc_ray.run_directory import (
     CHECKPOINTS,
@@ -66,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", default="auto", metavar="auto|never|PATH")
     train.add_argument("settings", nargs="*", metavar="key=value", help="grpo.max_num_steps=20")
     train.set_defaults(command=_train)
+    checked = commands.add_parser("verify", help="check bundles, without changing anything")
+    checked.add_argument("path", type=Path, metavar="RUN|BUNDLE")
+    checked.add_argument(
+        "--deep", action="store_true", help="also load each data_plane and read every row of it"
+    )
+    checked.add_argument("--json", action="store_true", help="print one JSON object instead")
+    checked.set_defaults(command=_verify)
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("run", type=Path, metavar="RUN")
     status.add_argument("--json", action="store_true", help="all that is known, as JSON")
@@ -129,6 +138,7 @@ def _run(
     from sc_ray.progress import Console, learning_curve
     from sc_ray.setup import Prepared, setup_single_controller, start_actor
     from sc_ray.supervise import supervise
+    from sc_ray.transfer_queue import processes_of
     from sc_ray.workers import died
 
     console = Console(sys.stdout)
@@ -145,7 +155,10 @@ def _run(
         actor = start_actor(args, on_exit)
         max_steps = config.grpo.max_num_steps
         try:
-            result = anyio.run(lambda: supervise(actor, run, console, signals, max_steps=max_steps))
+            store = processes_of(args.rows)
+            result = anyio.run(
+                lambda: supervise(actor, run, console, signals, max_steps=max_steps, vital=store)
+            )
         except ControllerFailed as exc:
             more = run.path / LOGS / "failure.txt"
             more.write_text(exc.traceback_text)
@@ -172,6 +185,56 @@ def _without_phase(path: Path) -> dict[str, Any]:
     for name in ("phase", "t", "pid"):
         told.pop(name, None)
     return told
+
+
+# bundles -------------------------------------------------------------------------------
+
+
+def _verify(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory")
+    is_run = (path / CHECKPOINTS).is_dir()
+    bundles = candidates(path / CHECKPOINTS if is_run else path)[::-1] or [path]
+    if is_run and bundles == [path]:
+        raise ScError(f"{path} holds no checkpoints")
+    results = []
+    for bundle in bundles:
+        result = _verified(bundle, options.deep)
+        results.append({"path": str(bundle), "ok": "error" not in result, **result})
+        if not options.json and "error" in result:
+            print(f"sc_ray: error: {result['error']}", file=sys.stderr)
+        elif not options.json:
+            print(f"{bundle.name}: ok; " + ", ".join(f"{k} {v}" for k, v in result.items()))
+    ok = all(result["ok"] for result in results)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode({"ok": ok, "bundles": results})).decode())
+    return DONE if ok else FAILED
+
+
+def _verified(path: Path, deep: bool) -> dict[str, Any]:
+    """What was found out about a bundle, or `error`: the first thing that is wrong with it."""
+    from sc_ray.deep import look_inside
+
+    key = os.environ.get("SC_BUNDLE_KEY", "").encode() or None
+    try:
+        bundle = verify(path, key=key)
+        found = {"step": bundle.step, "digest": bundle.digest}
+        inside = look_inside(bundle.path) if deep else None
+    except ScError as exc:
+        return {"error": " ".join(str(exc).split())}
+    if inside is None:
+        return found
+    if inside.error is not None:
+        return {**found, "error": inside.error}
+    return {
+        **found,
+        "groups": inside.groups,
+        "rows": inside.rows,
+        "suspects": inside.suspects,
+        "columns": len(inside.columns),
+        "bytes": inside.bytes,
+    }
 
 
 # to a running one ----------------------------------------------------------------------
@@ -241,7 +304,7 @@ def _signal(path: Path, number: signal.Signals) -> int:
     return pid
 
 
-def _keep_quiet() -> None:
+def keep_quiet() -> None:
     """Leave the terminal to our own lines, and to warnings of ours."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -253,5 +316,5 @@ def _keep_quiet() -> None:
 
 
 if __name__ == "__main__":
-    _keep_quiet()
+    keep_quiet()
     sys.exit(main())

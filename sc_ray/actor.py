@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -43,6 +44,10 @@ class SingleControllerActor:
     """
 
     def __init__(self, args: ControllerArgs) -> None:
+        # Every module is imported by now. A collection that went through them, again and again,
+        # would stop the controller's loop for some 0.2 s each time.
+        gc.collect()
+        gc.freeze()
         self._hosted = HostedController(args.open, args.event_loop)
         self._seen: dict[str, Any] = {}  #: the last answer of the controller itself
         self._seen_at = time.monotonic()

@@ -38,29 +38,35 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
     Raises:
         ConfigError: it has too few CPUs.
     """
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    _be_quiet()
     if config.cluster.address is None and not ray.is_initialized():
         check_cpus(config, config.cluster.num_cpus)
-        on_exit.callback(ray.shutdown)
-        with _other_process_group(), _own_sigterm():
-            started = ray.init(
-                address="local",
-                num_cpus=config.cluster.num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
+        session = start_local_ray(config.cluster.num_cpus, on_exit)
         link = logs / "ray"
         with suppress(OSError):  # a convenience, worth no failure
             link.unlink(missing_ok=True)
-            link.symlink_to(Path(started.address_info["session_dir"]) / "logs")
+            link.symlink_to(session / "logs")
         return
     if not ray.is_initialized():
         on_exit.callback(ray.shutdown)
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     check_cpus(config, ray.available_resources().get("CPU", 0.0))
+
+
+def start_local_ray(num_cpus: int, on_exit: ExitStack) -> Path:
+    """Start a Ray of our own, which ends when `on_exit` closes; returns its session's directory."""
+    _be_quiet()
+    on_exit.callback(ray.shutdown)
+    with _other_process_group(), _own_sigterm():
+        started = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+    return Path(started.address_info["session_dir"])
 
 
 def check_cpus(config: TrainConfig, there: float) -> None:
@@ -85,6 +91,11 @@ def kill(actor: Any) -> None:
     """End an actor's process, if it is still there."""
     with suppress(Exception):  # it is gone, or Ray is
         ray.kill(actor)
+
+
+def _be_quiet() -> None:
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
 
 
 @contextmanager

@@ -7,18 +7,14 @@ first checkpoint: no process gets to say goodbye.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-from sc_ray.run_directory import last_report, published
-
-_LOOK_EVERY_S = 0.05
+from sc_ray.lives import Life
+from sc_ray.run_directory import published
 
 
 def main() -> int:
@@ -34,81 +30,32 @@ def main() -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1000)
     _say(f"seed {seed}; the same moments again with --seed {seed}")
     moments = random.Random(seed)
-    command = [sys.executable, "-m", "sc_ray", "train", "--config", options.config]
-    command += ["--out", str(options.out), *options.settings]
     for kill in range(1, options.kills + 1):
-        driver = subprocess.Popen(command, start_new_session=True)
-        try:
-            reached = _wait_for_moment(driver, options.out, moments)
+        with Life(options.out, options.settings, config=options.config, shown=True) as life:
+            reached = _wait_for_moment(life, moments)
             if reached is None:
-                return _fail(f"the run ended by itself, with status {driver.wait()}")
-            count = kill_tree(driver.pid)
-        finally:
-            kill_tree(driver.pid)
-            driver.wait()
+                return _fail(f"the run ended by itself, with status {life.end()}")
+            count = life.kill()
         bundles = ", ".join(published(options.out))
         _say(f"kill {kill}: {count} processes at step {reached}; checkpoints: {bundles}")
-    status = subprocess.run(command, check=False).returncode
-    if status != 0:
-        return _fail(f"the resumed run ended with status {status}")
+    with Life(options.out, options.settings, config=options.config, shown=True) as life:
+        if status := life.end():
+            return _fail(f"the resumed run ended with status {status}")
     audit = [sys.executable, "-m", "sc_core", "audit", str(options.out)]
     return subprocess.run(audit, check=False).returncode
 
 
-def _wait_for_moment(
-    driver: subprocess.Popen[bytes], run: Path, moments: random.Random
-) -> int | None:
+def _wait_for_moment(life: Life, moments: random.Random) -> int | None:
     """Wait for a checkpoint of this life, then for some steps and a moment; returns the step."""
-    before = published(run)
+    before = published(life.run)
     steps, pause_s = moments.randrange(10), moments.random() / 2
-    saved_at: int | None = None
-    while driver.poll() is None:
-        told = last_report(run)
-        step = int(told.get("step", 0)) if told.get("pid") == driver.pid else 0
-        if saved_at is None and published(run) != before:
-            saved_at = step
-        if saved_at is not None and step >= saved_at + steps:
-            time.sleep(pause_s)
-            return step
-        time.sleep(_LOOK_EVERY_S)
-    return None
-
-
-def kill_tree(root: int) -> int:
-    """SIGKILL a process and all its descendants, in whatever session; returns how many.
-
-    All are stopped before the first one is killed, so that none can start another, and none is
-    left whose parent, by which it is found, is gone.
-    """
-    stopped: set[int] = set()
-    while found := _descendants(root) - stopped:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= found
-    for pid in stopped:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return len(stopped)
-
-
-def _descendants(root: int) -> set[int]:
-    """`root`, if it lives, and every living process below it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(entry.name))
-                    if int(entry.name) == root:
-                        children.setdefault(-1, []).append(root)
-    found: set[int] = set()
-    rest = children.get(-1, [])
-    while rest:
-        found.update(rest)
-        rest = [child for pid in rest for child in children.get(pid, ())]
-    return found
+    if not life.until(lambda: published(life.run) != before):
+        return None
+    wanted = (life.step or 0) + steps
+    if not life.until(lambda: (life.step or 0) >= wanted):
+        return None
+    time.sleep(pause_s)
+    return life.step
 
 
 def _say(line: str) -> None:

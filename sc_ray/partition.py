@@ -129,6 +129,14 @@ class Partition:
             raise MissingRows(sample_ids)
         return {name: _rows(name, data[name]) for name in names}
 
+    async def get_all(self, sample_ids: Sequence[SampleId]) -> dict[str, list[torch.Tensor]]:
+        """`get` of every column that any of the rows has."""
+        metas = await asyncio.gather(*(self._meta([one]) for one in sample_ids))
+        names = sorted({name for meta in metas for name in meta.field_names})
+        if not names:
+            raise MissingRows(sample_ids)
+        return await self.get(sample_ids, names)
+
     async def clear(self, sample_ids: Sequence[SampleId]) -> None:
         if not sample_ids:
             return
@@ -233,6 +241,15 @@ class Partition:
                 raise BundleDamaged(str(directory), name, "is missing")
         metadata: Mapping[str, Any] = saved["user_metadata"]
         return metadata
+
+
+def units_of(directory: Path) -> int:
+    """How many storage units wrote a snapshot.
+
+    Raises:
+        BundleDamaged: it does not say.
+    """
+    return len(_read_json(directory, f"{UNITS_DIRECTORY}/{UNITS_FILE}"))
 
 
 def _check_rows(

@@ -187,6 +187,7 @@ def setup_single_controller(
         bootstrap = TransferQueueBootstrap(rows)
         on_exit.callback(bootstrap.close)
         trainer = _start_trainer(config, prepared, rows, on_exit)
+        say("restoring")
         ready = anyio.run(
             partial(
                 restore,

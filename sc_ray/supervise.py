@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,9 +20,12 @@ from sc_core import (
 from sc_ray.bridge import await_ref
 from sc_ray.progress import Console, step_line
 from sc_ray.run_directory import CHECKPOINTS, RunDirectory, published
+from sc_ray.workers import answer
 
 _LOOK_EVERY_S = 0.5
 """A terminal shows no more, and a status call costs the controller's loop well below 1 ms."""
+_PULSE_EVERY_S = 1.0
+"""Between two questions whether a process lives: against deadlines of minutes, at once."""
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -74,19 +77,31 @@ class Signals:
 
 
 async def supervise(
-    actor: Any, run: RunDirectory, console: Console, signals: Signals, *, max_steps: int
+    actor: Any,
+    run: RunDirectory,
+    console: Console,
+    signals: Signals,
+    *,
+    max_steps: int,
+    vital: Mapping[str, Any] = {},
 ) -> RunResult:
     """Run the actor to its end, show its progress, and pass signals on to it.
+
+    `vital` are handles, by name, of other actors whose death ends the run: those whose callers
+    would otherwise hear of it by a deadline only.
 
     Raises:
         ControllerFailed: the run failed.
         RayActorError: the actor's process died.
+        WorkerDied: one of the vital ones did. The actor may still be at work: kill it.
     """
     view = _View(actor, run, console, signals, max_steps)
     try:
         async with anyio.create_task_group() as tg:
             tg.start_soon(_pass_on, actor, console, signals)
             tg.start_soon(view.keep_up)
+            for name, handle in vital.items():
+                tg.start_soon(_feel_pulse, name, handle)
             result: RunResult = await await_ref(actor.run.remote())
             tg.cancel_scope.cancel()
     except ExceptionGroup as group:
@@ -95,6 +110,13 @@ async def supervise(
         signals.steer(on_stop=lambda _: None, on_save=lambda: None)  # it is ending
     await view.look()
     return result
+
+
+async def _feel_pulse(name: str, actor: Any) -> None:
+    """Raise WorkerDied soon after the actor's process is gone."""
+    while True:
+        await answer(name, actor.__ray_ready__.remote())
+        await anyio.sleep(_PULSE_EVERY_S)
 
 
 async def _pass_on(actor: Any, console: Console, signals: Signals) -> None:

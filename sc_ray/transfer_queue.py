@@ -32,6 +32,7 @@ from sc_core import (
     RestoreError,
     SampleId,
     ScError,
+    WorkerDied,
     settle,
 )
 from sc_ray.bridge import LoopThread, await_future, result_within, within
@@ -266,6 +267,16 @@ class TransferQueueBootstrap(_Client):
         """All rows of the partition, also those without data."""
         return await self._read("list_sample_ids", self._partition.list_ids)
 
+    async def get_rows(self, sample_ids: Sequence[SampleId]) -> dict[str, list[Any]]:
+        """Every column of these rows, which have the same; else like `get_samples`.
+
+        Raises:
+            MissingRows: some rows don't exist, or exist without any data.
+            DataPlaneError: a column is in some of the rows only, or can't be read.
+            CallTimeout: the deadline passed.
+        """
+        return await self._read("get_rows", partial(self._partition.get_all, sample_ids))
+
     async def discard(self) -> None:
         """Stop TransferQueue and start it anew, which takes some 10 s.
 
@@ -340,6 +351,24 @@ class RowsClient(_Client):
             torch.set_num_threads(threads)
 
 
+def processes_of(spec: TransferQueueSpec) -> dict[str, Any]:
+    """Handles of the actors that the TransferQueue of this Ray cluster consists of, by name.
+
+    Raises:
+        WorkerDied: one is not there.
+    """
+    wanted: dict[str, tuple[str, str | None]] = {"TransferQueue's index": (CONTROLLER, NAMESPACE)}
+    for rank, name in enumerate(_unit_names(spec)):
+        wanted[f"TransferQueue's storage unit {rank}"] = (name, None)
+    found = {}
+    for shown, (name, namespace) in wanted.items():
+        try:
+            found[shown] = ray.get_actor(name, namespace=namespace)
+        except ValueError as exc:
+            raise WorkerDied(shown, f"there is no actor {name}") from exc
+    return found
+
+
 async def _translated(call: str, work: Callable[[], Awaitable[R]]) -> R:
     """TransferQueue raises `RuntimeError` for almost everything, which says little."""
     try:
@@ -382,11 +411,16 @@ def _stop(spec: TransferQueueSpec) -> None:
     """End the actors, and wait until their names are free: a start would else find them dying."""
     within(spec.start_deadline_s, "stopping TransferQueue", transfer_queue.close)
     give_up = time.monotonic() + spec.start_deadline_s
-    names = [f"TransferQueueStorageUnit#{rank}" for rank in range(spec.storage_units)]
-    while _is_there(CONTROLLER, NAMESPACE) or any(_is_there(name, None) for name in names):
+    while _is_there(CONTROLLER, NAMESPACE) or any(
+        _is_there(name, None) for name in _unit_names(spec)
+    ):
         if time.monotonic() > give_up:
             raise CallTimeout("stopping TransferQueue", spec.start_deadline_s)
         time.sleep(0.02)
+
+
+def _unit_names(spec: TransferQueueSpec) -> list[str]:
+    return [f"TransferQueueStorageUnit#{rank}" for rank in range(spec.storage_units)]
 
 
 def _is_there(name: str, namespace: str | None) -> bool:

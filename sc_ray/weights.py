@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -18,10 +19,12 @@ import anyio
 from sc_core import (
     ConfigError,
     WeightSyncError,
+    WorkerDied,
     in_thread,
 )
 
 R = TypeVar("R")
+logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -88,14 +91,15 @@ class FileWeightSync:
         self.close()
 
     async def pause(self) -> None:
-        """Every engine holds its requests, or this raises; some may then be paused."""
+        """Every engine that lives holds its requests, or this raises; some may then be paused."""
         await self._each("pause", lambda engine: engine.pause())
 
     async def transfer(self, version: int) -> Mapping[str, int]:
-        """Have the trainer write its weights and every engine load them.
+        """Have the trainer write its weights and every engine that lives load them.
 
         Raises:
             WeightSyncError: some engine failed; the others have loaded. The message names it.
+            WorkerDied: no engine is left.
         """
         path = self.directory / f"{self._run_id}-v{version}.safetensors"
         await self._trainer.export_weights(path)
@@ -107,7 +111,7 @@ class FileWeightSync:
         return confirmed
 
     async def resume(self) -> None:
-        """Every engine goes on, also when another one fails to; then this raises."""
+        """Every engine that lives goes on, also when another one fails to; then this raises."""
         await self._each("resume", lambda engine: engine.resume())
 
     def close(self) -> None:
@@ -118,19 +122,31 @@ class FileWeightSync:
             self._lock = None
 
     async def _each(self, what: str, work: Callable[[Engine], Awaitable[R]]) -> dict[str, R]:
-        """Call all engines at once; one that fails doesn't stop the others."""
+        """Call all engines at once; one that fails doesn't stop the others.
+
+        One that died is left out from now on, as it is by whoever sends it requests.
+        """
         results: dict[str, R] = {}
         failures: dict[str, Exception] = {}
+        deaths: dict[str, WorkerDied] = {}
 
         async def one(engine: Engine) -> None:
             try:
                 results[engine.name] = await work(engine)
+            except WorkerDied as exc:
+                deaths[engine.name] = exc
             except Exception as exc:  # raised below, with the others
                 failures[engine.name] = exc
 
         async with anyio.create_task_group() as tg:
             for engine in self._engines:
                 tg.start_soon(one, engine)
+        if deaths:
+            self._engines = tuple(each for each in self._engines if each.name not in deaths)
+            told = "; ".join(str(deaths[name]) for name in sorted(deaths))
+            if not self._engines:
+                raise WorkerDied("every engine that was left", told)
+            logger.warning("weights no longer go to those that died: %s", told)
         if failures:
             reasons = (f"{name}: {failures[name]}" for name in sorted(failures))
             cause = failures[min(failures)]

@@ -109,6 +109,19 @@ async def test_a_killed_run_loses_and_repeats_nothing(sampler: str, kind: str, c
     run.controller.audit()
 
 
+async def test_slots_are_used_again_rather_than_started_anew() -> None:
+    slots = set[int]()
+
+    async def script(prompt: Prompt, sibling: int, attempt: int) -> None:
+        if sibling == 0:  # the group's own task makes the first one
+            slots.add(anyio.get_current_task().id)
+
+    run = MemoryRun(settings(), range(500), latency=uneven, script=script)
+    assert await run.run() is not None
+    assert run.controller is not None
+    assert len(slots) <= run.controller.statistics().places_capacity == 4
+
+
 @pytest.mark.parametrize("crash_at", [3, 5, 8, 11])
 async def test_in_order_without_lookahead_resumes_bit_for_bit(crash_at: int) -> None:
     whole = MemoryRun(settings(), range(500), latency=uneven)

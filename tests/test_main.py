@@ -299,8 +299,16 @@ def test_inspect_reads_yaml_where_it_is_installed(
     ("name", "content", "problem"),
     [
         ("c.json", '{"grpo": ', "is no JSON"),
-        ("c.json", "[]", "has none of the sections grpo, async_rl, checkpointing"),
-        ("c.json", '{"policy": {}}', "has none of the sections grpo, async_rl, checkpointing"),
+        (
+            "c.json",
+            "[]",
+            "has none of the sections grpo, async_rl, rollout_recovery, checkpointing",
+        ),
+        (
+            "c.json",
+            '{"policy": {}}',
+            "has none of the sections grpo, async_rl, rollout_recovery, checkpointing",
+        ),
         (
             "c.json",
             '{"grpo": {"num_prompt_per_step": 2}}',

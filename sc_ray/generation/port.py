@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from sc_ray.generation.worker import Example, Rollouts
 from sc_ray.workers import answer, died
 
 Choice = Literal["least_loaded", "by_ordinal"]
+logger = logging.getLogger(__name__)
 
 
 class RayEngine:
@@ -119,10 +121,19 @@ class RayRollouts:
     def _choose(self, ordinal: int) -> RayEngine:
         alive = [engine for name, engine in self._engines.items() if name not in self._deaths]
         if not alive:
-            raise WorkerDied("every generation worker", "; ".join(map(str, self._deaths.values())))
+            raise self._none_left()
         if self._choice == "by_ordinal":
             return alive[ordinal % len(alive)]
         return min(alive, key=lambda engine: self._under_way[engine.name])
+
+    def _bury(self, name: str, death: WorkerDied) -> None:
+        if name not in self._deaths:
+            self._deaths[name] = death
+            left = len(self._engines) - len(self._deaths)
+            logger.warning("%s; %d of %d generation workers live", death, left, len(self._engines))
+
+    def _none_left(self) -> WorkerDied:
+        return WorkerDied("every generation worker", "; ".join(map(str, self._deaths.values())))
 
     async def _sample(self, call: _Call, place: int) -> Sample:
         name = call.engine.name
@@ -131,7 +142,9 @@ class RayRollouts:
         except RayActorError as report:
             death = died(name, report)
             if isinstance(report, ActorDiedError):  # not one that is only out of reach
-                self._deaths[name] = death
+                self._bury(name, death)
+            if len(self._deaths) == len(self._engines):
+                raise self._none_left() from report
             raise RolloutError(str(death)) from report
         except RayTaskError as report:
             cause = report.cause

@@ -19,7 +19,7 @@ import pytest
 from sc_core.disk import LOCAL
 from sc_core.errors import RunInUse
 from sc_ray.__main__ import DONE, FAILED, STOPPED, WRONG_USAGE, main
-from sc_ray.demo_crash import kill_tree
+from sc_ray.kills import kill_tree
 from sc_ray.progress import Console, learning_curve, step_line
 from sc_ray.run_directory import RunDirectory, last_report, published, running_pid
 from sc_ray.setup import run_id

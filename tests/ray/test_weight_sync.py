@@ -34,6 +34,7 @@ class Engine:
         self.log: list[str] = []
         self.weights = ""
         self.broken: set[str] = set()
+        self.dead = False
         self.confirms: Callable[[int], int] = lambda version: version
 
     async def pause(self) -> None:
@@ -51,6 +52,8 @@ class Engine:
         self.log.append(call)
         await checkpoint()
         if call in self.broken:
+            raise OSError("it can't")
+        if self.dead:
             raise WorkerDied(self.name, "it was killed")
 
 
@@ -113,10 +116,8 @@ async def test_an_engine_that_fails_is_named_and_the_others_load(
     with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
         with pytest.raises(WeightSyncError) as caught:
             await sync.transfer(3)
-    assert str(caught.value) == (
-        "load of version 3 failed on a: a died: it was killed; c: c died: it was killed"
-    )
-    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert str(caught.value) == ("load of version 3 failed on a: it can't; c: it can't")
+    assert isinstance(caught.value.__cause__, OSError)
     assert engines[1].weights == "w0"
 
 
@@ -126,9 +127,27 @@ async def test_all_engines_are_paused_and_resumed_whichever_fails(
     engines[0].broken = {"pause", "resume"}
     with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
         for call in (sync.pause, sync.resume):
-            with pytest.raises(WeightSyncError, match="failed on a: a died: it was killed$"):
+            with pytest.raises(WeightSyncError, match="failed on a: it can't$"):
                 await call()
     assert [engine.log for engine in engines] == [["pause", "resume"]] * 3
+
+
+async def test_an_engine_that_died_is_left_out_until_none_is_left(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        await sync.pause()
+        engines[0].dead = True
+        assert await sync.transfer(3) == {"b": 3, "c": 3}
+        assert files(sync) == ["run-1-v3.safetensors"]
+        await sync.resume()
+        assert [engine.log[2:] for engine in engines] == [[], ["resume"], ["resume"]]
+        engines[1].dead, engines[2].broken = True, {"pause"}
+        with pytest.raises(WeightSyncError, match="pause failed on c: it can't"):
+            await sync.pause()
+        engines[2].dead, engines[2].broken = True, set()
+        with pytest.raises(WorkerDied, match="every engine that was left died: c died: it was"):
+            await sync.pause()
 
 
 async def test_a_failed_export_asks_nothing_of_the_engines(
