@@ -26,7 +26,7 @@ from sc_core.disk import LOCAL
 from sc_core.errors import InventoryMismatch, MissingRows
 from sc_core.events import Event
 from sc_core.ports import Columns, DataPlane
-from sc_core.records import Prompt, row_ids
+from sc_core.records import Prompt, rows_of
 from sc_core.restore import ReadyStore, restore
 from sc_core.rows import Rows
 from sc_core.testing import MemoryRun
@@ -111,7 +111,7 @@ async def test_h22_a_late_write_is_a_row_of_nobody_which_no_window_takes(
     listed = await plane.list_sample_ids()
     cut = make_cut()
     with pytest.raises(InventoryMismatch) as refused:
-        check_inventory(cut, listed | row_ids(cut.groups) - frozenset(NEW))
+        check_inventory(cut, listed | frozenset(rows_of(cut.groups, cut.records)) - frozenset(NEW))
     assert IDS[1] in refused.value.unexpected
     await plane.clear_samples([*IDS, *NEW])
     assert await plane.list_sample_ids() == frozenset()
@@ -162,7 +162,7 @@ async def test_h15_h18_every_damage_to_a_real_bundle_is_refused_by_name(
     plane = await open_client(bootstrap)
     for step in (2, 4, 6):
         cut = make_cut(step)
-        ids = sorted(row_ids(cut.groups))
+        ids = sorted(frozenset(rows_of(cut.groups, cut.records)))
         await plane.put_samples(ids, {"x": [torch.tensor([step, at]) for at in range(len(ids))]})
         staged = store.stage(step)
         Policy(SMALL, TOKENIZER, seed=step).save(staged.policy_dir)
