@@ -37,6 +37,7 @@ def settings(
                 "max_lookahead_versions": k,
             }
         },
+        "rollout_recovery": {},
         "checkpointing": {"save_period": 1000},
     }
     for section, values in sections.items():

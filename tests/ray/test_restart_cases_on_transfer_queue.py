@@ -26,7 +26,7 @@ from sc_core.disk import LOCAL
 from sc_core.errors import InventoryMismatch, MissingRows
 from sc_core.events import Event
 from sc_core.ports import Columns, DataPlane
-from sc_core.records import Prompt, row_ids
+from sc_core.records import Prompt, rows_of
 from sc_core.restore import ReadyStore, restore
 from sc_core.rows import Rows
 from sc_core.testing import MemoryRun
@@ -111,7 +111,7 @@ async def test_h22_a_late_write_is_a_row_of_nobody_which_no_window_takes(
     listed = await plane.list_sample_ids()
     cut = make_cut()
     with pytest.raises(InventoryMismatch) as refused:
-        check_inventory(cut, listed | row_ids(cut.groups) - frozenset(NEW))
+        check_inventory(cut, listed | frozenset(rows_of(cut.groups, cut.records)) - frozenset(NEW))
     assert IDS[1] in refused.value.unexpected
     await plane.clear_samples([*IDS, *NEW])
     assert await plane.list_sample_ids() == frozenset()
@@ -162,7 +162,7 @@ async def test_h15_h18_every_damage_to_a_real_bundle_is_refused_by_name(
     plane = await open_client(bootstrap)
     for step in (2, 4, 6):
         cut = make_cut(step)
-        ids = sorted(row_ids(cut.groups))
+        ids = sorted(frozenset(rows_of(cut.groups, cut.records)))
         await plane.put_samples(ids, {"x": [torch.tensor([step, at]) for at in range(len(ids))]})
         staged = store.stage(step)
         Policy(SMALL, TOKENIZER, seed=step).save(staged.policy_dir)
@@ -277,7 +277,7 @@ class OnTransferQueue(MemoryRun):
         self.log.append_many = append_and_look  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("recovery", ["prompt_group"])
+@pytest.mark.parametrize("recovery", ["prompt_group", "sibling"])
 async def test_h23_prompts_in_flight_survive_two_restarts_of_transfer_queue(
     bootstrap: TransferQueueBootstrap, tmp_path: Path, recovery: str
 ) -> None:
@@ -301,6 +301,7 @@ async def test_h23_prompts_in_flight_survive_two_restarts_of_transfer_queue(
                 "max_num_steps": 4,
             },
             "async_rl": {"sampler": {"name": "in_order", "max_lookahead_versions": 1}},
+            "rollout_recovery": {"default_granularity": recovery},
             "checkpointing": {"save_period": 1},
         },
         ControllerConfig,
@@ -317,7 +318,9 @@ async def test_h23_prompts_in_flight_survive_two_restarts_of_transfer_queue(
     for cut in (first, second):
         assert [record.ordinal for record in cut.records[:2]] == [2, 3]
         assert [record.payload for record in cut.records[:2]] == payloads[2:4]
-    assert not any(row.startswith(("2.", "3.")) for rows in listed for row in rows)
+    kept = {"2.0_g0"} if recovery == "sibling" else set()
+    for rows in listed:
+        assert {row for row in rows if row.startswith(("2.", "3."))} == kept
 
     result = await run.run()
     assert result is not None and (result.reason, result.step) == ("max_steps", 4)
