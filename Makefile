@@ -39,7 +39,7 @@ lint: $(ALL)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-explore: $(ALL)  ## kill whole runs at every await and every disk effect: some twenty minutes
+explore: $(ALL)  ## kill whole runs at every await and every disk effect: ten minutes or so
 	$(BIN)/python -m sc_core.testing
 
 bench: $(ALL)
