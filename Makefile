@@ -12,7 +12,7 @@ RAY := .venv/.installed-ray
 ALL := .venv/.installed-all
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install install-all demo demo-crash chaos test lint bench clean
+.PHONY: install install-all demo demo-crash chaos test explore lint bench clean
 
 install: $(RAY)  ## base and ray
 	@echo "installed into .venv: sc_core and sc_ray"
@@ -38,6 +38,9 @@ lint: $(ALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+explore: $(ALL)  ## kill whole runs at every await and every disk effect: ten minutes or so
+	$(BIN)/python -m sc_core.testing
 
 bench: $(ALL)
 	$(BIN)/python -m benchmarks.bench_barrier

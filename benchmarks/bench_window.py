@@ -113,7 +113,7 @@ class Saving:
 
     async def save(self) -> Mapping[str, float]:
         """One save, to the published bundle; what the window says of its times, in seconds."""
-        await self.window.save(0, {})
+        await self.window.save(0, {}, ft_only=False)
         await self.finaliser.settled()
         return self.window.timings
 
@@ -150,7 +150,7 @@ async def held(one: Saving) -> tuple[float, float, list[float]]:
 
         async with anyio.create_task_group() as tg:
             tg.start_soon(keep_coming)
-            await one.window.save(0, {})
+            await one.window.save(0, {}, ft_only=False)
             tg.cancel_scope.cancel()
     timings = one.window.timings
     await one.finaliser.settled()

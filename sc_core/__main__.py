@@ -25,7 +25,11 @@ from sc_core.outlook import outlook
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 
 SHOWN_VIOLATIONS = 20
-EACH = {"by_start_version": "of version ", "by_target_step": "for version "}
+EACH = {
+    "by_start_version": "of version ",
+    "by_target_step": "for version ",
+    "attempts": "at attempt ",
+}
 
 
 class UsageError(Exception):
@@ -101,7 +105,9 @@ def inspect_command(args: argparse.Namespace) -> int:
     if args.json:
         ok = future is None or future.refused is None
         resume = {} if future is None else {"resume": future}
-        show_json({"ok": ok, "path": str(bundle.path), **facts, "damaged": refused, **resume})
+        files = {name: seal.size for name, seal in bundle.manifest.files.items()}
+        more = {"files": files, "damaged": refused, **resume}
+        show_json({"ok": ok, "path": str(bundle.path), **facts, **more})
     else:
         for line in refused:
             print(f"skipped: {line}")
@@ -123,6 +129,7 @@ def facts_of(bundle: VerifiedBundle) -> dict[str, Any]:
     return {
         "step": cut.step,
         "weight_version": cut.weight_version,
+        "kept": "by ft_keep_latest_k alone" if info.ft_only else "by every rule",
         "saved": datetime.fromtimestamp(info.created, UTC).isoformat(" ", "seconds"),
         "incarnation": cut.incarnation,
         "event": cut.event_seq,
@@ -138,6 +145,12 @@ def facts_of(bundle: VerifiedBundle) -> dict[str, Any]:
         },
         "source": "has ended" if cut.exhausted else "goes on",
         "ledger": Counter(record.state for record in cut.records),
+        "attempts": by_number(record.attempt for record in cut.records),
+        "failures": {
+            "infrastructure": sum(record.infra_failures for record in cut.records),
+            "data": sum(record.data_failures for record in cut.records),
+            "stale": sum(record.stale_requeues for record in cut.records),
+        },
         "by_start_version": by_number(group.start_weight_version for group in cut.groups),
         "by_target_step": by_number(
             record.target_step for record in cut.records if record.target_step is not None

@@ -96,7 +96,9 @@ class BundleStore:
                     f" {needed:,}; free {needed - free:,} bytes or keep fewer bundles"
                 )
             self._target(step)
-            self.disk.remove_tree(path)
+            if path.name in self.disk.entries(self.directory):
+                self.disk.sync_dir(self.directory)  # as in `_tidy`
+                self.disk.remove_tree(path)
             self.disk.make_dir(path)
             self.disk.make_dir(path / POLICY)
         return Staged(path, step, disk=self.disk, key=self.key, now=self._now)
@@ -109,6 +111,7 @@ class BundleStore:
         digest: str,
         config: Mapping[str, Any],
         metrics: Mapping[str, float],
+        ft_only: bool = False,
     ) -> Path:
         """Write the cut, seal, and turn `tmp_step_N` into `step_N`, replacing one that exists.
 
@@ -116,7 +119,7 @@ class BundleStore:
             SaveError: it is not published; or it is, and a power cut may undo that. Either
                 way `step_N`, if it existed, is the old bundle or the new one.
         """
-        staged.write_cut(cut=cut, digest=digest, config=config, metrics=metrics)
+        staged.write_cut(cut=cut, digest=digest, config=config, metrics=metrics, ft_only=ft_only)
         self.expected_bytes = staged.seal()
         self._check_lock()
         final = self.directory / bundle_name(staged.step)
@@ -180,6 +183,7 @@ class BundleStore:
     def _tidy(self) -> None:
         with saving("recovering", self.directory):
             names = self.disk.entries(self.directory)
+            names_stay = False
             for name, kind in names.items():
                 prefix, step = parse_name(name) or ("", 0)
                 if kind != "dir" or prefix not in (ASIDE, STAGED, TRASH):
@@ -189,6 +193,11 @@ class BundleStore:
                     self.disk.rename(path, self.directory / bundle_name(step))
                     logger.warning("%s: recovered after a crash", bundle_name(step))
                     continue
+                if not names_stay:
+                    # The last process may have ended between a rename and its sync. Were files
+                    # to go first, a power cut could leave a bundle its old name without them.
+                    self.disk.sync_dir(self.directory)
+                    names_stay = True
                 try:
                     self.disk.remove_tree(path)
                 except OSError as exc:

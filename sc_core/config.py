@@ -7,6 +7,7 @@ the nearest one that exists.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ import msgspec
 from sc_core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
+_BUDGET = re.compile(r"([0-9]{1,3}):([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])")
 SamplerName = Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"]
 
 
@@ -82,17 +84,50 @@ class AsyncRlConfig(_Settings, frozen=True):
 class CheckpointingConfig(_Settings, frozen=True):
     enabled: bool = True
     save_period: int = 10  #: steps between bundles; the last step is always saved
-    metric_name: str | None = None  #: of `keep_top_k`
+    ft_save_period: int | None = None
+    """Steps between further bundles, which are there to go on from and to be replaced soon:
+    `keep_top_k` does not count them, and `ft_keep_latest_k` alone keeps them. None: there are
+    none, and both rules go for every bundle."""
+    checkpoint_must_save_by: str | None = None
+    """Time from the start of `run()`, of each process life, as `dd:hh:mm:ss`, such as
+    "00:03:45:00": a bundle is there by then and the run has ended. It begins to end as much
+    earlier as the longest save and the longest step without its waiting for groups took."""
+    metric_name: str | None = None  #: of `keep_top_k`; a bundle without that number comes last
     higher_is_better: bool = True
-    keep_top_k: int | None = None  #: None: keep all
-    ft_keep_latest_k: int | None = None  #: None: keep all
+    keep_top_k: int | None = None  #: best bundles to keep; None: keep all
+    ft_keep_latest_k: int | None = None  #: newest bundles to keep; None: keep all
     load_replay_buffer: bool = True
     allow_changed_source: bool = False  #: resume although the prompt source's fingerprint differs
+
+    def __post_init__(self) -> None:
+        key, budget = "checkpointing.checkpoint_must_save_by", self.checkpoint_must_save_by
+        if budget is None:
+            return
+        if _BUDGET.fullmatch(budget) is None:
+            raise ConfigError(f"{key} is {budget!r}; it must be dd:hh:mm:ss, such as 00:03:45:00")
+        if not self.enabled:
+            raise ConfigError(f"{key} is set and checkpointing.enabled is false: nothing is saved")
+
+    @property
+    def must_save_by_s(self) -> float | None:
+        """`checkpoint_must_save_by` in seconds."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+class RolloutRecoveryConfig(_Settings, frozen=True):
+    default_granularity: Literal["prompt_group", "sibling"] = "prompt_group"
+    """What a failed attempt or a restart takes from a group that is not whole: everything, or
+    only the siblings that had not finished. With `sibling` each finished one is written to the
+    data plane at once, and a group counts as old as its oldest sibling."""
 
 
 class ControllerConfig(_Settings, frozen=True):
     grpo: GrpoConfig = GrpoConfig()
     async_rl: AsyncRlConfig = AsyncRlConfig()
+    rollout_recovery: RolloutRecoveryConfig = RolloutRecoveryConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
 
     def __post_init__(self) -> None:
@@ -109,6 +144,7 @@ class ControllerConfig(_Settings, frozen=True):
         in_a_row = failure.max_consecutive_dropped_prompts
         _at_least(1, "async_rl.rollout_failure.max_consecutive_dropped_prompts", in_a_row)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
+        _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train
         _at_least(1, "async_rl.min_groups_for_streaming_train", chunk)
         if chunk is not None and chunk > grpo.num_prompts_per_step:

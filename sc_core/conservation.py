@@ -57,6 +57,10 @@ def check_index(records: Collection[LedgerRecord], index: ReplayIndex) -> None:
             raise Conservation(
                 f"prompt {record.ordinal} is {record.state} in the ledger only, not in the index"
             )
+        if record.finished:
+            raise Conservation(
+                f"prompt {record.ordinal} is {record.state} and keeps siblings apart"
+            )
         theirs = (group.ordinal, group.start_weight_version, group.target_step)
         mine = (record.ordinal, record.start_weight_version, record.target_step)
         if mine != theirs:

@@ -11,7 +11,9 @@ import anyio
 import msgspec
 
 from sc_core.advantage import AdvantageStage
+from sc_core.attempt import GroupBuilder
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
+from sc_core.budget import stop_in_time
 from sc_core.bundle import BundleStore
 from sc_core.calls import in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
@@ -32,8 +34,8 @@ from sc_core.ports import (
     Trainer,
     WeightSync,
 )
-from sc_core.records import Cut, LedgerRecord
-from sc_core.restore import ReadyStore
+from sc_core.records import Cut, LedgerRecord, SampleId
+from sc_core.restore import ReadyStore, keeps_siblings
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
 from sc_core.samplers import build_sampler, check_capacity
@@ -180,6 +182,10 @@ class SingleController:
         """The live prompts, by ordinal."""
         return self._state.ledger.records()
 
+    def rows(self) -> frozenset[SampleId]:
+        """The rows of the data plane that groups, and finished siblings, own at this instant."""
+        return frozenset(self._state.ledger.rows())
+
     def statistics(self) -> ControllerStatistics:
         state, ledger = self._state, self._state.ledger
         return ControllerStatistics(
@@ -201,6 +207,7 @@ class SingleController:
 
     async def _run(self) -> RunResult:
         deadline_s = self._config.async_rl.deadlines.data_plane_s
+        self._started_at = anyio.current_time()
         self._ready.use()
         plane = await settle("connect", deadline_s, lambda: self._ports.connect(self._ready))
         try:
@@ -249,10 +256,7 @@ class SingleController:
             state,
             config,
             ports.source,
-            ports.worker,
-            rows,
-            self._barrier,
-            ports.group_filter,
+            GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter),
             max_inflight=self._max_inflight,
         )
         self._pump = TrainPump(
@@ -270,11 +274,17 @@ class SingleController:
         async with anyio.create_task_group() as tg:
             stall_timeout_s = config.async_rl.stall_watchdog.stall_timeout_s
             tg.start_soon(watch, state, stall_timeout_s, self._report)
+            budget_s, pump = config.checkpointing.must_save_by_s, self._pump
+            if budget_s is not None:
+                deadline = self._started_at + budget_s
+                tg.start_soon(stop_in_time, state, deadline, lambda: pump.reserve_s)
             if finaliser is not None:
                 tg.start_soon(in_tree, finaliser.run)
             await weights.update()  # every engine confirms the version before a prompt goes out
             tg.start_soon(in_tree, rollouts.run)
-            reason = await self._pump.run(resumed=self._bundle is not None)
+            reason = await self._pump.run(
+                resumed=None if self._bundle is None else self._bundle.info
+            )
             if finaliser is not None:
                 await finaliser.settled()
             tg.cancel_scope.cancel()  # nothing left to generate for
@@ -325,6 +335,10 @@ class SingleController:
             if not config.checkpointing.load_replay_buffer:
                 for group in ledger.index.groups():
                     rows.suspects.update(group.sample_ids)
+            if not keeps_siblings(config):
+                for record in ledger.records():
+                    if record.finished:
+                        rows.suspects.update(ledger.forget_siblings(record.ordinal))
             await rows.clear(())
         ports.events.append(
             "resumed",

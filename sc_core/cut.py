@@ -163,6 +163,30 @@ def _check_record(record: LedgerRecord, cut: Cut) -> None:
         raise BundleInconsistent(
             f"ledger: prompt {record.ordinal} has target step {record.target_step}, below 0"
         )
+    if record.finished:
+        _check_finished(record, cut)
+
+
+def _check_finished(record: LedgerRecord, cut: Cut) -> None:
+    start = record.start_weight_version
+    if start is None or owns_group(record):
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} is {record.state} with start version {start} and"
+            " keeps finished siblings"
+        )
+    siblings = [one.sibling for one in record.finished]
+    if siblings != sorted(set(siblings)) or not 0 <= siblings[0] <= siblings[-1] < cut.group_size:
+        raise BundleInconsistent(
+            f"ledger: prompt {record.ordinal} has finished siblings {siblings}; they are distinct,"
+            f" ascending and below {cut.group_size}"
+        )
+    for one in record.finished:
+        if not start <= one.end_weight_version <= cut.weight_version:
+            raise BundleInconsistent(
+                f"ledger: sibling {one.sibling} of prompt {record.ordinal} ended at weight version"
+                f" {one.end_weight_version}, not between its group's start at {start} and"
+                f" {cut.weight_version}"
+            )
 
 
 def _check_groups(cut: Cut) -> None:
@@ -202,7 +226,15 @@ def _check_groups(cut: Cut) -> None:
 
 
 def _check_rows(cut: Cut) -> None:
-    owner: dict[str, Group] = {}
+    owner: dict[str, str] = {}
+    for record in cut.records:
+        for one in record.finished:
+            if one.sample_id in owner:
+                raise BundleInconsistent(
+                    f"ledger: row {one.sample_id} belongs to {owner[one.sample_id]} and to prompt"
+                    f" {record.ordinal}"
+                )
+            owner[one.sample_id] = f"prompt {record.ordinal}"
     for group in cut.groups:
         if len(group.sample_ids) != cut.group_size:
             raise BundleInconsistent(
@@ -212,14 +244,13 @@ def _check_rows(cut: Cut) -> None:
         for row in group.sample_ids:
             if row in owner:
                 raise BundleInconsistent(
-                    f"index: row {row} belongs to group {owner[row].group_id} and to group"
-                    f" {group.group_id}"
+                    f"index: row {row} belongs to {owner[row]} and to group {group.group_id}"
                 )
-            owner[row] = group
+            owner[row] = f"group {group.group_id}"
     for row in cut.suspects:
         if row in owner:
             raise BundleInconsistent(
-                f"row {row} is to be cleared as suspect, but belongs to group {owner[row].group_id}"
+                f"row {row} is to be cleared as suspect, but belongs to {owner[row]}"
             )
 
 

@@ -117,7 +117,7 @@ class LocalDisk:
             size = os.fstat(fd).st_size
             if size <= at_most:
                 with open(fd, "rb", closefd=False) as file:
-                    data = file.read(at_most + 1)  # it may be growing
+                    data = file.read(size + 1)  # it may be growing; memory is taken up front
                 if len(data) <= at_most:
                     return data
             raise OSError(errno.EFBIG, f"more than {at_most} bytes", str(path))

@@ -112,9 +112,9 @@ class _Lines:
 
     def write(self, lines: bytes) -> None:
         try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            written = os.write(self._fd, lines)
+            while written < len(lines):
+                written += os.write(self._fd, memoryview(lines)[written:])
         except OSError as exc:
             if self._fd >= 0:  # half a line in the middle of the file could not be read again
                 os.ftruncate(self._fd, self._size)
@@ -183,7 +183,11 @@ class JsonlEventLog:
         Raises:
             OSError: it could not be written; the log is as it was before.
         """
-        return self.append_many(kind, (fields,))
+        seq = self._seq + 1
+        event = Event(seq=seq, t=self._now(), incarnation=self._incarnation, event=kind, **fields)
+        self._lines.write(_encoder.encode(event) + b"\n")
+        self._seq = seq
+        return seq
 
     def append_many(self, kind: EventKind, each: Sequence[Mapping[str, Any]]) -> int:
         """Write events of one kind and one instant by one call; returns the last number.

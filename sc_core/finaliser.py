@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
+
+import anyio
 
 from sc_core.bundle import BundleStore, Staged
 from sc_core.calls import settle
@@ -17,7 +19,15 @@ from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
 
-Job = tuple[Staged, Cut, str, dict[str, float]]
+
+class Job(NamedTuple):
+    """A staged bundle, and what goes into it yet."""
+
+    staged: Staged
+    cut: Cut
+    digest: str
+    metrics: dict[str, float]
+    ft_only: bool
 
 
 class BundleFinaliser:
@@ -44,6 +54,7 @@ class BundleFinaliser:
         self._protected = protected
         self._job: Watched[Job | None] = Watched(None)
         self._failure: Exception | None = None
+        self.longest_s = 0.0  #: that a publication took
 
     def submit(self, job: Job) -> None:
         """Hand over a staged bundle. Call `settled` first."""
@@ -67,6 +78,7 @@ class BundleFinaliser:
             await self._job.wait_until(lambda job: job is not None)
             job = self._job.value
             assert job is not None
+            began = anyio.current_time()
             try:
                 deadlines = self._config.async_rl.deadlines
                 await settle(
@@ -75,26 +87,32 @@ class BundleFinaliser:
                 await settle(
                     "publishing a bundle",
                     deadlines.disk_s,
-                    lambda job=job: self._publish(*job),  # type: ignore[misc]
+                    lambda job=job: self._publish(job),  # type: ignore[misc]
                 )
             except Exception as exc:
                 self._failure = exc if isinstance(exc, SaveError) else SaveError(str(exc))
                 self._failure.__cause__ = exc
-                logger.error("step_%d was not published: %s", job[0].step, exc)
+                logger.error("step_%d was not published: %s", job.staged.step, exc)
             finally:
+                self.longest_s = max(self.longest_s, anyio.current_time() - began)
                 self._job.set(None)
 
-    async def _publish(
-        self, staged: Staged, cut: Cut, digest: str, metrics: dict[str, float]
-    ) -> None:
+    async def _publish(self, job: Job) -> None:
+        cut = job.cut
+
         def on_disk() -> None:
             self._events.sync()  # the log up to the cut must not be younger than the bundle
             self._store.publish(
-                staged, cut=cut, digest=digest, config=self._settings, metrics=metrics
+                job.staged,
+                cut=cut,
+                digest=job.digest,
+                config=self._settings,
+                metrics=job.metrics,
+                ft_only=job.ft_only,
             )
 
         await self._runner(on_disk)
-        self._state.saved(step=cut.step, weight_version=cut.weight_version, digest=digest)
+        self._state.saved(step=cut.step, weight_version=cut.weight_version, digest=job.digest)
         checkpointing = self._config.checkpointing
         for failure in await self._runner(prune, self._store, checkpointing, self._protected):
             logger.warning("an old bundle could not be pruned: %s", failure)

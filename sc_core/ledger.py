@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from sc_core.index import ReplayIndex
 from sc_core.ordered import OrderedKeys
 from sc_core.records import (
     Cut,
+    FinishedSibling,
     Group,
     LedgerRecord,
     PulledPrompt,
@@ -24,6 +25,7 @@ from sc_core.records import (
     Stamp,
     State,
     owns_group,
+    rows_of,
     sample_ids,
 )
 
@@ -77,6 +79,10 @@ class Ledger:
     def records(self) -> tuple[LedgerRecord, ...]:
         """All records, by ordinal."""
         return tuple(self._records.values())
+
+    def rows(self) -> Iterator[SampleId]:
+        """The rows that groups and finished siblings own, in no particular order."""
+        return rows_of(self.index.groups(), self._records.values())
 
     def next_waiting(self, skip: Container[int] = ()) -> LedgerRecord | None:
         """The waiting record with the lowest ordinal that is not in `skip`."""
@@ -149,7 +155,7 @@ class Ledger:
         self.exhausted = True
 
     def dispatch(self, ordinal: int, stamp: Stamp | None) -> LedgerRecord:
-        """Waiting to in flight, started under the present weight version.
+        """Waiting to in flight, started under the present weight version, or its oldest sibling's.
 
         An admitted record needs no stamp and keeps its target step; only where it has none
         does it take that of the stamp.
@@ -170,12 +176,30 @@ class Ledger:
                 state="in_flight",
                 admitted=True,
                 target_step=target,
-                start_weight_version=self.weight_version,
+                start_weight_version=(
+                    old.start_weight_version if old.finished else self.weight_version
+                ),
             )
         )
 
+    def finish_sibling(self, ordinal: int, finished: FinishedSibling) -> LedgerRecord:
+        """Note that a sibling of a group in flight has its row; the group is not whole yet."""
+        old = self._in_state("finish_sibling", ordinal, "in_flight")
+        if any(one.sibling == finished.sibling for one in old.finished):
+            raise Conservation(
+                f"finish_sibling: prompt {ordinal} has its sibling {finished.sibling} already"
+            )
+        kept = sorted((*old.finished, finished), key=lambda one: one.sibling)
+        return self._put(replace(old, finished=tuple(kept)))
+
+    def forget_siblings(self, ordinal: int) -> tuple[SampleId, ...]:
+        """Give up the finished siblings of a waiting record; returns their rows, to be cleared."""
+        old = self._in_state("forget_siblings", ordinal, "waiting")
+        self._put(replace(old, finished=()))
+        return tuple(one.sample_id for one in old.finished)
+
     def retry(self, ordinal: int, cause: Cause) -> LedgerRecord:
-        """In flight to waiting, as a new attempt with the same target step.
+        """In flight to waiting, as a new attempt with the same target step and finished siblings.
 
         `infra` and `commit` count as failures of the infrastructure, `data` as one of the
         prompt, `stale` as an abort.
@@ -204,9 +228,18 @@ class Ledger:
         )
 
     def commit(
-        self, ordinal: int, *, rewards: Sequence[float], tokens: int, end_weight_version: int
+        self,
+        ordinal: int,
+        *,
+        rewards: Sequence[float],
+        tokens: int,
+        end_weight_version: int,
+        rows: Sequence[SampleId] | None = None,
     ) -> Group:
-        """In flight to committed; the index has its group, of one row per reward."""
+        """In flight to committed; the index has its group, of one row per reward.
+
+        `rows` are those of finished siblings; None: those of this attempt.
+        """
         old = self._in_state("commit", ordinal, "in_flight")
         start = old.start_weight_version
         if start is None or not start <= end_weight_version <= self.weight_version:
@@ -220,7 +253,7 @@ class Ledger:
         group = Group(
             group_id=group_id,
             ordinal=ordinal,
-            sample_ids=sample_ids(group_id, len(rewards)),
+            sample_ids=sample_ids(group_id, len(rewards)) if rows is None else tuple(rows),
             start_weight_version=start,
             end_weight_version=end_weight_version,
             commit_seq=self._next_commit_seq,
@@ -229,7 +262,7 @@ class Ledger:
             tokens=tokens,
         )
         self.index.add(group)
-        self._put(replace(old, state="committed"))
+        self._put(replace(old, state="committed", finished=()))
         self._next_commit_seq += 1
         self.counters["committed"] += 1
         return group
@@ -359,8 +392,8 @@ class Ledger:
     def restored(cls, cut: Cut, *, prompts_per_step: int, group_size: int) -> Ledger:
         """The ledger of `cut`, with nothing in flight and no step open.
 
-        What was in flight waits for a new attempt, which counts as no failure; what was
-        selected is committed.
+        What was in flight waits for a new attempt, which counts as no failure, and keeps its
+        finished siblings; what was selected is committed.
 
         Raises:
             BundleInconsistent: the cut contradicts itself.

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -64,15 +65,18 @@ def parse_name(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  #: JSON has integers of any size
+
+
 class FileSeal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    size: int  #: bytes
+    size: Count  #: bytes
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: str = "bundle.v1"
-    step: int
-    weight_version: int
+    step: Count
+    weight_version: Count
     cut_digest: str
     files: dict[str, FileSeal]  #: by path inside the bundle, with `/`
 
@@ -83,15 +87,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class TrainingInfo(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = "training_info.v1"
-    step: int
-    weight_version: int
-    group_size: int
-    prompts_per_step: int
+    step: Count
+    weight_version: Count
+    group_size: Count
+    prompts_per_step: Count
     incarnation: str
-    event_seq: int
+    event_seq: Count
     created: float  #: seconds since the epoch
-    counters: dict[str, int] = {}
+    counters: dict[str, Count] = {}
     metrics: dict[str, float | None] = {}  #: of the step; None: not a finite number
+    ft_only: bool = False  #: saved to go on from, and for nothing else: `keep_top_k` passes it over
 
 
 class SavedPosition(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
@@ -101,7 +106,9 @@ class SavedPosition(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"
     exhausted: bool
 
 
-def training_info(cut: Cut, *, created: float, metrics: Mapping[str, float | None]) -> TrainingInfo:
+def training_info(
+    cut: Cut, *, created: float, metrics: Mapping[str, float | None], ft_only: bool
+) -> TrainingInfo:
     return TrainingInfo(
         step=cut.step,
         weight_version=cut.weight_version,
@@ -112,6 +119,7 @@ def training_info(cut: Cut, *, created: float, metrics: Mapping[str, float | Non
         created=created,
         counters=dict(cut.counters),
         metrics=dict(metrics),
+        ft_only=ft_only,
     )
 
 
@@ -174,9 +182,21 @@ def open_manifest(raw: bytes, key: bytes | None, bundle: str) -> Manifest:
                 f"{bundle} has schema {schema} and this version reads bundle.v1; resume it with"
                 " the version that wrote it, or move it away"
             )
-        return msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise damaged(f"not a manifest: {exc}") from exc
+    try:
+        json.loads(body, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as exc:
+        raise damaged(f"not a manifest: {exc}") from exc
+    return manifest
+
+
+def _each_once(pairs: Sequence[tuple[str, object]]) -> None:
+    """Readers differ on which of two equal names counts, so there must be none."""
+    names = {name for name, _ in pairs}
+    if len(names) < len(pairs):
+        raise ValueError("a name comes twice")
 
 
 def is_inside(name: str) -> bool:

@@ -8,7 +8,7 @@ from sc_core.config import ControllerConfig
 from sc_core.errors import ConfigError, RestoreError
 from sc_core.ledger import Ledger
 from sc_core.records import Cut
-from sc_core.restore import check_config
+from sc_core.restore import check_config, keeps_siblings
 from sc_core.samplers import build_sampler, check_capacity
 
 
@@ -42,6 +42,13 @@ def outlook(
     notes = [f"goes on from step {cut.step}, weight version {cut.weight_version}"]
     if cut.step >= config.grpo.max_num_steps:
         notes.append(f"ends at once: grpo.max_num_steps is {config.grpo.max_num_steps}")
+    finished = sum(len(record.finished) for record in cut.records)
+    if finished and keeps_siblings(config):
+        notes.append(f"keeps {_count(finished, 'finished sibling')}, whose groups are not whole")
+    elif finished:
+        notes.append(
+            f"clears the rows of {_count(finished, 'finished sibling')}, whose groups are not whole"
+        )
     in_flight = sum(record.state == "in_flight" for record in cut.records)
     if in_flight:
         notes.append(f"generates {_count(in_flight, 'prompt')} anew that had been in flight")

@@ -5,7 +5,7 @@ New fields get defaults, so that older bundles still decode; a new meaning gets 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NewType
 
 import msgspec
@@ -64,6 +64,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  #: generated tokens, all siblings together
 
 
+class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True):
+    """A sibling whose row is in the data plane while its group is not whole yet."""
+
+    sibling: int
+    sample_id: SampleId  #: under the id of the attempt that made it
+    reward: float
+    tokens: int
+    end_weight_version: int
+
+
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that left the source and is neither trained nor dropped."""
 
@@ -76,7 +86,8 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     data_failures: int = 0
     stale_requeues: int = 0
     target_step: int | None = None
-    start_weight_version: int | None = None
+    start_weight_version: int | None = None  #: of the last attempt, or of the oldest sibling kept
+    finished: tuple[FinishedSibling, ...] = ()  #: kept ones, by sibling; none once committed
 
     @property
     def group_id(self) -> GroupId:
@@ -131,6 +142,10 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     counters: Mapping[str, int] = {}  #: totals over the effective history
 
 
-def row_ids(groups: Sequence[Group]) -> frozenset[SampleId]:
-    """All rows that `groups` own."""
-    return frozenset(row for group in groups for row in group.sample_ids)
+def rows_of(groups: Iterable[Group], records: Iterable[LedgerRecord]) -> Iterator[SampleId]:
+    """The rows that groups and finished siblings own."""
+    for group in groups:
+        yield from group.sample_ids
+    for record in records:
+        for one in record.finished:
+            yield one.sample_id

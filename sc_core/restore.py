@@ -208,6 +208,12 @@ def check_store(
     check_inventory(bundle.cut, listed)
 
 
+def keeps_siblings(config: ControllerConfig) -> bool:
+    """Whether a resume goes on with the finished siblings of groups that are not whole."""
+    granularity = config.rollout_recovery.default_granularity
+    return granularity == "sibling" and config.checkpointing.load_replay_buffer
+
+
 def check_config(cut: Cut, config: ControllerConfig, source_fingerprint: str | None) -> None:
     """Refuse settings that can't go on from `cut`.
 

@@ -20,6 +20,7 @@ def to_prune(
     keep_top_k: int | None,
     ft_keep_latest_k: int | None,
     higher_is_better: bool = True,
+    ft_only: Collection[int] | None = None,
     protected: Collection[int] = (),
 ) -> list[int]:
     """Steps of the bundles to delete, oldest first, of `(step, metric)` pairs of valid ones.
@@ -28,9 +29,14 @@ def to_prune(
     newest; and the `protected`. A rule that is None (or negative) does not take part, and if
     neither does, everything is kept. A rule of 0 keeps nothing by itself. A metric that is
     missing or not a number is worse than any other; among equals the newer is better.
+
+    With `ft_only`, the steps of the bundles that are there for fault tolerance alone, each rule
+    has its own: those are not ranked, and without an `ft_keep_latest_k` all of them are kept,
+    as are all others without a `keep_top_k`. The newest are counted over both.
     """
-    rules = [k for k in (keep_top_k, ft_keep_latest_k) if k is not None and k >= 0]
-    if not rules:
+    top = keep_top_k if keep_top_k is not None and keep_top_k >= 0 else None
+    newest = ft_keep_latest_k if ft_keep_latest_k is not None and ft_keep_latest_k >= 0 else None
+    if top is None and newest is None:
         return []
     latest = sorted((step for step, _ in bundles), reverse=True)
 
@@ -41,11 +47,16 @@ def to_prune(
         return True, metric if higher_is_better else -metric, step
 
     kept = {*protected, *latest[:1]}
-    if ft_keep_latest_k is not None and ft_keep_latest_k >= 0:
-        kept.update(latest[:ft_keep_latest_k])
-    if keep_top_k is not None and keep_top_k >= 0:
-        best = sorted(bundles, key=rank, reverse=True)
-        kept.update(step for step, _ in best[:keep_top_k])
+    ranked = [bundle for bundle in bundles if bundle[0] not in (ft_only or ())]
+    best = [step for step, _ in sorted(ranked, key=rank, reverse=True)]
+    if newest is not None:
+        kept.update(latest[:newest])
+    elif ft_only is not None:
+        kept.update(ft_only)
+    if top is not None:
+        kept.update(best[:top])
+    elif ft_only is not None:
+        kept.update(best)
     return sorted(step for step in latest if step not in kept)
 
 
@@ -69,18 +80,22 @@ def prune(
         return [f"nothing was pruned: {exc}"]
     failures: list[str] = []
     bundles: list[tuple[int, float | None]] = []
+    ft_only: set[int] = set()
     for step in steps:
         try:
-            metrics = _metrics(store, step)
+            info = _info(store, step)
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as exc:
             failures.append(f"{bundle_name(step)} is left alone: {INFO}: {exc}")
         else:
-            bundles.append((step, metrics.get(config.metric_name or "")))
+            bundles.append((step, info.metrics.get(config.metric_name or "")))
+            if info.ft_only:
+                ft_only.add(step)
     for step in to_prune(
         bundles,
         keep_top_k=config.keep_top_k,
         ft_keep_latest_k=config.ft_keep_latest_k,
         higher_is_better=config.higher_is_better,
+        ft_only=None if config.ft_save_period is None else ft_only,
         protected=protected,
     ):
         try:
@@ -95,7 +110,7 @@ def _steps(store: BundleStore) -> list[int]:
     return [name[1] for name in names if name is not None and name[0] == "step_"]
 
 
-def _metrics(store: BundleStore, step: int) -> dict[str, float | None]:
+def _info(store: BundleStore, step: int) -> TrainingInfo:
     file = store.directory / bundle_name(step) / INFO
     raw = store.disk.read(file, AT_MOST_BYTES[INFO])
-    return msgspec.json.decode(raw, type=TrainingInfo).metrics
+    return msgspec.json.decode(raw, type=TrainingInfo)

@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
-from sc_core.barrier import CheckpointBarrier
+from sc_core.attempt import AttemptFailed, GroupBuilder
 from sc_core.calls import in_tree
 from sc_core.config import ControllerConfig
-from sc_core.errors import (
-    CallTimeout,
-    DataFailure,
-    DataPlaneError,
-    EndOfPrompts,
-    PromptDropped,
-    RolloutError,
-    RowsNotCleared,
-    WorkerDied,
-    root_cause,
-)
+from sc_core.errors import CallTimeout, DataFailure, EndOfPrompts, PromptDropped
 from sc_core.ledger import Cause
-from sc_core.ports import GroupFilter, PromptSource, RolloutWorker
-from sc_core.records import LedgerRecord, Prompt, Sample, Stamp, sample_ids
-from sc_core.returned import check_sample
-from sc_core.rows import Rows
+from sc_core.ports import PromptSource
+from sc_core.records import LedgerRecord, Stamp
 from sc_core.state import RunState
 
 logger = logging.getLogger(__name__)
+_Attempt = tuple[LedgerRecord, int]  #: with the weight version that it was dispatched under
 
 
 class RolloutPump:
@@ -46,20 +33,13 @@ class RolloutPump:
         state: RunState,
         config: ControllerConfig,
         source: PromptSource,
-        worker: RolloutWorker,
-        rows: Rows,
-        barrier: CheckpointBarrier,
-        group_filter: GroupFilter | None,
+        builder: GroupBuilder,
         *,
         max_inflight: int,
     ) -> None:
         self._state = state
         self._source = source
-        self._worker = worker
-        self._rows = rows
-        self._barrier = barrier
-        self._filter = group_filter
-        self._siblings = config.grpo.num_generations_per_prompt
+        self._builder = builder
         self._failures = config.async_rl.rollout_failure
         self._deadlines = config.async_rl.deadlines
         self._max_inflight = max_inflight
@@ -80,12 +60,12 @@ class RolloutPump:
         requests = self._state.requests
         while (ready := self._next_dispatch()) is not None:
             # Counted here, not where each begins: a drain must not overlook those about to.
-            requests.set(requests.value + self._siblings)
-            record = self._state.dispatched(*ready)
+            requests.set(requests.value + self._builder.missing_siblings(ready[0]))
+            attempt = self._state.dispatched(*ready), self._state.ledger.weight_version
             if self._free:
-                self._free.pop().give(record)
+                self._free.pop().give(attempt)
             else:
-                attempts.start_soon(in_tree, self._run_slot, record)
+                attempts.start_soon(in_tree, self._run_slot, attempt)
 
     # choosing --------------------------------------------------------------------------
 
@@ -140,104 +120,22 @@ class RolloutPump:
 
     # one attempt -----------------------------------------------------------------------
 
-    async def _run_slot(self, record: LedgerRecord) -> None:
+    async def _run_slot(self, attempt: _Attempt) -> None:
         """Make one attempt after another: waking a task costs half of starting one."""
         while True:
-            await self._attempt(record)
+            await self._make(*attempt)
             slot = _FreeSlot()
             self._free.append(slot)
-            record = await slot.given()
+            attempt = await slot.given()
 
-    async def _attempt(self, record: LedgerRecord) -> None:
-        error: BaseException
+    async def _make(self, record: LedgerRecord, weight_version: int) -> None:
         try:
-            samples = await self._generate(record)
-        except Exception as exc:
-            error = root_cause(exc)
-            if isinstance(error, WorkerDied):  # nobody is left to try it again
-                raise
-        else:
-            try:
-                await self._commit(record, samples)
-                return
-            except RowsNotCleared:
-                raise
-            except (DataPlaneError, DataFailure) as exc:  # the rows are gone again
-                error = exc
-        await self._failed(record, error)
+            if await self._builder.build(record, weight_version):
+                self._dropped_in_a_row = 0
+        except AttemptFailed as failed:
+            await self._failed(record, failed.reason)
 
-    async def _generate(self, record: LedgerRecord) -> list[Sample]:
-        assert record.start_weight_version is not None
-        version = record.start_weight_version
-        prompt = Prompt(ordinal=record.ordinal, group_id=record.group_id, payload=record.payload)
-        requests = self._state.requests
-        finished: dict[int, Sample] = {}
-
-        async def one(sibling: int) -> None:
-            try:
-                with anyio.move_on_after(self._deadlines.rollout_s):
-                    finished[sibling] = check_sample(
-                        await in_tree(self._worker.rollout, prompt, sibling, version),
-                        prompt.group_id,
-                        sibling,
-                        weight_versions=range(version, self._state.ledger.weight_version + 1),
-                    )
-                    return
-                raise RolloutError(
-                    f"sibling {sibling} of group {prompt.group_id} took longer than"
-                    f" {self._deadlines.rollout_s:g} s"
-                )
-            finally:
-                requests.set(requests.value - 1)
-
-        if self._siblings == 1:
-            await one(0)
-        else:
-            async with anyio.create_task_group() as others:
-                for sibling in range(1, self._siblings):
-                    others.start_soon(one, sibling)
-                await one(0)  # in this task: a group has a task less to pay for
-        if len(finished) < self._siblings:
-            raise RolloutError(
-                f"group {prompt.group_id}: {len(finished)} of {self._siblings} siblings"
-                " came back; the others were cancelled outside this run"
-            )
-        return [finished[sibling] for sibling in range(self._siblings)]
-
-    async def _commit(self, record: LedgerRecord, samples: Sequence[Sample]) -> None:
-        """Either the group is in the data plane and the index, or nothing changed."""
-        state, ordinal = self._state, record.ordinal
-        rewards = [sample.reward for sample in samples]
-        if self._filter is not None and not self._filter.keep(rewards):
-            state.dropped(ordinal, "filtered")
-            return
-        names = samples[0].fields.keys()
-        if any(sample.fields.keys() != names for sample in samples):
-            raise DataFailure(f"siblings of group {record.group_id} have different columns")
-        fields: dict[str, list[Any]] = {n: [s.fields[n] for s in samples] for n in names}
-        ends = [s.end_weight_version for s in samples if s.end_weight_version is not None]
-
-        def arrived(_: None) -> None:
-            self._dropped_in_a_row = 0
-            state.committed(
-                ordinal,
-                rewards=rewards,
-                tokens=sum(sample.tokens for sample in samples),
-                end_weight_version=max(ends, default=state.ledger.weight_version),
-            )
-
-        group_id = record.group_id
-        section = self._barrier.mutation(f"commit {group_id}")
-        async with section:
-            state.commit_wait_s += section.waited_s
-            await self._rows.put(
-                sample_ids(group_id, self._siblings),
-                fields,
-                [{"reward": reward} for reward in rewards],
-                then=arrived,
-            )
-
-    async def _failed(self, record: LedgerRecord, error: BaseException) -> None:
+    async def _failed(self, record: LedgerRecord, error: Exception) -> None:
         """Retry after a back-off, or follow `on_dropped_prompt`. Never a stand-in group."""
         state, ordinal = self._state, record.ordinal
         reason = f"{type(error).__name__}: {error}"
@@ -258,7 +156,7 @@ class RolloutPump:
             in_a_row = self._failures.max_consecutive_dropped_prompts
             if self._failures.on_dropped_prompt == "fail" or self._dropped_in_a_row > in_a_row:
                 raise PromptDropped(record.group_id, reason) from error
-            state.dropped(ordinal, f"{cause} failure: {reason}")
+            await self._builder.drop(ordinal, f"{cause} failure: {reason}")
             return
         self._backing_off.add(ordinal)
         state.retried(ordinal, cause, reason)
@@ -271,17 +169,17 @@ class RolloutPump:
 class _FreeSlot:
     """A task that waits to be given its next attempt."""
 
-    __slots__ = ("_record", "_woken")
+    __slots__ = ("_attempt", "_woken")
 
-    _record: LedgerRecord  # unset until given
+    _attempt: _Attempt  # unset until given
 
     def __init__(self) -> None:
         self._woken = anyio.Event()
 
-    def give(self, record: LedgerRecord) -> None:
-        self._record = record
+    def give(self, attempt: _Attempt) -> None:
+        self._attempt = attempt
         self._woken.set()
 
-    async def given(self) -> LedgerRecord:
+    async def given(self) -> _Attempt:
         await self._woken.wait()
-        return self._record
+        return self._attempt

@@ -73,6 +73,7 @@ class Staged:
         digest: str,
         config: Mapping[str, Any],
         metrics: Mapping[str, float],
+        ft_only: bool = False,
     ) -> None:
         """Write the four files that tell of the cut. Repeating it is fine.
 
@@ -98,7 +99,7 @@ class Staged:
         if actual != digest:
             raise SaveError(f"the cut of step {cut.step} has digest {actual}, not {digest}")
         numbers = {name: float(value) for name, value in metrics.items()}
-        info = training_info(cut, created=self._now(), metrics=numbers)
+        info = training_info(cut, created=self._now(), metrics=numbers, ft_only=ft_only)
         self._manifest = None
         with saving("writing", self.path):
             self._write(CUT, encoded)

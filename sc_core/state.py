@@ -16,7 +16,7 @@ from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
-from sc_core.records import Group, LedgerRecord, PulledPrompt, Stamp
+from sc_core.records import Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
 
@@ -101,10 +101,20 @@ class RunState:
     # groups ---------------------------------------------------------------------------
 
     def committed(
-        self, ordinal: int, *, rewards: Sequence[float], tokens: int, end_weight_version: int
+        self,
+        ordinal: int,
+        *,
+        rewards: Sequence[float],
+        tokens: int,
+        end_weight_version: int,
+        rows: Sequence[SampleId] | None = None,
     ) -> Group:
         group = self.ledger.commit(
-            ordinal, rewards=rewards, tokens=tokens, end_weight_version=end_weight_version
+            ordinal,
+            rewards=rewards,
+            tokens=tokens,
+            end_weight_version=end_weight_version,
+            rows=rows,
         )
         self._emit(
             "committed",
@@ -204,7 +214,10 @@ class RunState:
         """Once one append has failed, all others do: a log with a hole would contradict itself."""
         self.require_log()
         try:
-            self.events.append_many(kind, each)
+            if len(each) == 1:
+                self.events.append(kind, **each[0])
+            else:
+                self.events.append_many(kind, each)
         except Exception as exc:
             self.log_failure = exc
             raise

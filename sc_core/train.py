@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeVar
 
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
+from sc_core.budget import MUST_SAVE_BY
 from sc_core.calls import settle
 from sc_core.config import ControllerConfig
 from sc_core.errors import Conservation
+from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
@@ -19,7 +21,7 @@ from sc_core.state import RunState, Stopwatch
 from sc_core.weights import WeightUpdates
 from sc_core.window import CheckpointWindow
 
-EndReason = Literal["max_steps", "exhausted", "stopped"]
+EndReason = Literal["max_steps", "exhausted", "stopped", "must_save_by"]
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
@@ -52,15 +54,26 @@ class TrainPump:
         self._groups_per_chunk = (
             config.async_rl.min_groups_for_streaming_train or self._groups_per_step
         )
-        self._saved_step: int | None = None  #: step of the last bundle of this incarnation
+        self._saved: tuple[int, int] | None = None  #: step and commits of the last bundle
+        self._lasting_step: int | None = None  #: of the last bundle that is not `ft_only`
+        self._resumed_metrics: Mapping[str, float | None] = {}
+        self._longest_step_s = 0.0  #: without waiting for groups
         self._evicted = 0
         self.last_metrics: dict[str, Any] = {}
 
-    async def run(self, *, resumed: bool) -> EndReason:
+    @property
+    def reserve_s(self) -> float:
+        """Time that must be left for the step under way and a bundle after it."""
+        save_s = 0.0 if self._window is None else self._window.longest_save_s
+        return self._longest_step_s + save_s
+
+    async def run(self, *, resumed: TrainingInfo | None) -> EndReason:
         """Train until the last step, the end of prompts, or a stop request; then save."""
         ledger = self._state.ledger
-        if resumed:
-            self._saved_step = ledger.step
+        if resumed is not None:
+            self._saved = self._progress()
+            self._lasting_step = None if resumed.ft_only else resumed.step
+            self._resumed_metrics = resumed.metrics
         reason: EndReason = "max_steps"
         while ledger.step < self._config.grpo.max_num_steps:
             lap = Stopwatch()
@@ -69,12 +82,15 @@ class TrainPump:
             if ended is not None:
                 reason = ended
                 break
+            busy = lap.seconds["timing/train/total_step_time"]
+            busy -= lap.seconds["timing/train/exposed_generation"]
+            self._longest_step_s = max(self._longest_step_s, busy)
             self._report(lap)
             if self._save_is_due():
                 await self._save()
-        unsaved = self._state.save_requested or self._saved_step != ledger.step
-        if self._window is not None and unsaved:
-            await self._save()
+        stopped = reason in ("stopped", MUST_SAVE_BY)
+        if self._state.save_requested or self._is_unsaved(step_alone=not stopped):
+            await self._save(lasting=not stopped)
         return reason
 
     # one step --------------------------------------------------------------------------
@@ -106,10 +122,10 @@ class TrainPump:
                     lap,
                 )
             if not groups:
-                return "stopped" if state.stop_reason else "exhausted"
+                return self._stopped() if state.stop_reason else "exhausted"
             if state.stop_reason and len(groups) < self._groups_per_step:
                 await self._abandon(step, groups, opened)
-                return "stopped"
+                return self._stopped()
             finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
@@ -223,17 +239,41 @@ class TrainPump:
     def _save_is_due(self) -> bool:
         if self._window is None:
             return False
-        step = self._state.ledger.step
-        periodic = step % self._config.checkpointing.save_period == 0
-        return self._state.save_requested or periodic
+        step, periods = self._state.ledger.step, self._config.checkpointing
+        ft_period = periods.ft_save_period or periods.save_period
+        return (
+            self._state.save_requested or step % periods.save_period == 0 or step % ft_period == 0
+        )
 
-    async def _save(self) -> None:
-        self._state.save_requested = False
+    async def _save(self, *, lasting: bool = False) -> None:
+        """Save what is there; what was asked for, or is `lasting`, is not `ft_only`."""
+        lasting, self._state.save_requested = lasting or self._state.save_requested, False
         if self._window is None:
             return
-        numbers = {k: v for k, v in self.last_metrics.items() if isinstance(v, (int, float))}
-        await self._window.save(self._state.ledger.step, numbers)
-        self._saved_step = self._state.ledger.step
+        step = self._state.ledger.step
+        on_period = step % self._config.checkpointing.save_period == 0
+        is_last = step == self._config.grpo.max_num_steps
+        ft_only = not (lasting or on_period or is_last or step == self._lasting_step)
+        metrics = self.last_metrics or self._resumed_metrics
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        await self._window.save(step, numbers, ft_only=ft_only)
+        self._saved = self._progress()
+        if not ft_only:
+            self._lasting_step = step
+
+    def _progress(self) -> tuple[int, int]:
+        ledger = self._state.ledger
+        return ledger.step, ledger.counters["committed"]
+
+    def _is_unsaved(self, *, step_alone: bool) -> bool:
+        """Whether there were steps since the last bundle, or, not `step_alone`, commits."""
+        now = self._progress()
+        return self._saved is None or (
+            self._saved[0] != now[0] if step_alone else self._saved != now
+        )
+
+    def _stopped(self) -> EndReason:
+        return MUST_SAVE_BY if self._state.stop_reason == MUST_SAVE_BY else "stopped"
 
     def _metrics_of(self, groups: Sequence[Group], trained: Mapping[str, float]) -> dict[str, Any]:
         ledger = self._state.ledger

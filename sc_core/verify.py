@@ -206,6 +206,8 @@ class _Verification:
             if found != seal.sha256:
                 raise self._damaged(name, "its content has changed")
         # From here on every file is intact: what is wrong now was wrong when it was written.
+        for name, (decode_schema, known) in _SCHEMAS.items():
+            self._check_schema(name, known, decode_schema(raw[name]))
         cut = self._decode(CUT, raw[CUT], decode_cut)
         position = self._decode(POSITION, raw[POSITION], _decode_position)
         info = self._decode(INFO, raw[INFO], _decode_info)
@@ -234,7 +236,8 @@ class _Verification:
                 with self._reading(relative):
                     sizes[relative] = self._disk.size(path / name)
             else:
-                raise self._damaged(relative, f"a {kind} where only files may be")
+                what = "a link" if kind == "link" else "a pipe, socket or device"
+                raise self._damaged(relative, f"{what} where only files may be")
             if len(sizes) > MAX_FILES + 1:
                 raise self._damaged(relative, f"one of more than {MAX_FILES} files")
         if not inside:
@@ -282,7 +285,8 @@ class _Verification:
             raise self._damaged(relative, f"can't be read: {exc.strerror or exc}") from exc
 
     def _damaged(self, relative: str, reason: str) -> BundleDamaged:
-        return BundleDamaged(self._path.name, relative, reason)
+        shown = relative if relative.isprintable() else ascii(relative)
+        return BundleDamaged(self._path.name, shown, reason)
 
     # contents -------------------------------------------------------------------------
 
@@ -291,6 +295,15 @@ class _Verification:
             return decode(raw)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
             raise self._damaged(name, f"can't be decoded: {exc}") from exc
+
+    def _check_schema(self, name: str, known: str, found: str) -> None:
+        """Refuse a file of another version, which is neither damaged nor to be passed over."""
+        family = known.partition(".")[0]
+        if found != known and found.partition(".")[0] == family:
+            raise RestoreError(
+                f"{self._path.name}: {name} has schema {found} and this version reads {known};"
+                " resume it with the version that wrote it, or move it away"
+            )
 
     def _check_nesting(self, name: str, too_deep: bool) -> None:
         if too_deep:
@@ -304,7 +317,9 @@ class _Verification:
         version = manifest.weight_version
         self._agree("weight_version", version, MANIFEST, cut.weight_version, CUT)
         self._agree("digest", manifest.cut_digest, MANIFEST, cut_digest(cut), CUT)
-        same_info = training_info(cut, created=info.created, metrics=info.metrics)
+        same_info = training_info(
+            cut, created=info.created, metrics=info.metrics, ft_only=info.ft_only
+        )
         for name, value in asdict(same_info).items():
             self._agree(name, asdict(info)[name], INFO, value, CUT)
         for name, value in asdict(saved_position(cut)).items():
@@ -319,6 +334,33 @@ class _Verification:
             raise BundleInconsistent(
                 f"{self._path.name}: {what} is {a!s:.80} in {a_file} and {b!s:.80} in {b_file}"
             )
+
+
+class _Tagged(msgspec.Struct, frozen=True):
+    type: str = ""
+    schema: str = ""
+
+
+def _tag_of_msgpack(raw: bytes) -> str:
+    try:
+        return msgspec.msgpack.decode(raw, type=_Tagged).type
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""  # what is wrong with it shows when it is decoded whole
+
+
+def _schema_of_json(raw: bytes) -> str:
+    try:
+        return msgspec.json.decode(raw, type=_Tagged).schema
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+_SCHEMAS: Mapping[str, tuple[Callable[[bytes], str], str]] = {
+    CUT: (_tag_of_msgpack, "cut.v1"),
+    POSITION: (_tag_of_msgpack, "position.v1"),
+    INFO: (_schema_of_json, "training_info.v1"),
+}
+"""How each file says what it is, and the only answer that this version reads."""
 
 
 def _decode_position(raw: bytes) -> SavedPosition:

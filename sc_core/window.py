@@ -17,9 +17,9 @@ from sc_core.calls import settle
 from sc_core.config import DeadlinesConfig
 from sc_core.cut import cut_digest
 from sc_core.errors import InventoryMismatch, root_cause
-from sc_core.finaliser import BundleFinaliser
+from sc_core.finaliser import BundleFinaliser, Job
 from sc_core.ports import DataPlane, Runner, Trainer
-from sc_core.records import Cut, SampleId
+from sc_core.records import Cut, SampleId, rows_of
 from sc_core.state import Stopwatch
 
 
@@ -44,12 +44,18 @@ class CheckpointWindow:
         self._runner = runner
         self._take_cut = take_cut  #: with the digests of its groups and records; no await
         self.timings: Mapping[str, float] = {}  #: of the last save, in seconds
+        self._longest_s = 0.0
 
-    async def save(self, step: int, metrics: Mapping[str, float]) -> None:
+    @property
+    def longest_save_s(self) -> float:
+        """What the longest staging and the longest publication so far took, together."""
+        return self._longest_s + self._finaliser.longest_s
+
+    async def save(self, step: int, metrics: Mapping[str, float], *, ft_only: bool) -> None:
         """Stage a bundle of the present and hand it to the finaliser.
 
-        `step` is the last finished step. A cancel before the hand-over leaves a `tmp_step_N`
-        that nothing ever reads.
+        `step` is the last finished step; `ft_only` as in `TrainingInfo`. A cancel before the
+        hand-over leaves a `tmp_step_N` that nothing ever reads.
 
         Raises:
             SaveError: the bundle before this one could not be published, or this one staged.
@@ -59,6 +65,7 @@ class CheckpointWindow:
         lap = Stopwatch()
         with lap("total_save_seconds"):
             await self._finaliser.settled()
+            began = anyio.current_time()
             disk_s = self._deadlines.disk_s
             staged = await settle(
                 "staging a bundle", disk_s, lambda: self._runner(self._store.stage, step)
@@ -75,7 +82,8 @@ class CheckpointWindow:
                 lap.add("barrier_wait_seconds", anyio.current_time() - asked)
                 with lap("exclusive_hold_seconds"):
                     cut, digest = await self._snapshot(staged, lap)
-            self._finaliser.submit((staged, cut, digest, dict(metrics)))
+            self._finaliser.submit(Job(staged, cut, digest, dict(metrics), ft_only))
+            self._longest_s = max(self._longest_s, anyio.current_time() - began)
         self.timings = lap.seconds
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
@@ -112,9 +120,11 @@ def check_inventory(cut: Cut, listed: frozenset[SampleId]) -> None:
     """
     # Row by row, where sets would keep the interpreter, and the event loop, for all of them.
     expected: set[SampleId] = set(cut.suspects)
-    for group in cut.groups:
-        expected.update(group.sample_ids)
-    missing = [row for group in cut.groups for row in group.sample_ids if row not in listed]
+    missing = []
+    for row in rows_of(cut.groups, cut.records):
+        expected.add(row)
+        if row not in listed:
+            missing.append(row)
     unexpected = [row for row in listed if row not in expected]
     if missing or unexpected:
         raise InventoryMismatch(sorted(missing), sorted(unexpected))
@@ -127,5 +137,5 @@ def snapshot_metadata(cut: Cut, digest: str) -> dict[str, object]:
         "step": cut.step,
         "weight_version": cut.weight_version,
         "groups": len(cut.groups),
-        "rows": sum(len(group.sample_ids) for group in cut.groups),
+        "rows": sum(1 for _ in rows_of(cut.groups, cut.records)),
     }

@@ -171,8 +171,9 @@ def _run(
     newest = f"; {run.path / CHECKPOINTS / bundle}" if has_bundle else ""
     reached = f"step {result.step} of {max_steps}"
     curve = learning_curve(run.path / METRICS)
-    if result.reason == "stopped":
-        console.say(f"stopped at {reached}: {curve}{newest}")
+    if result.reason in ("stopped", "must_save_by"):
+        in_time = "" if result.reason == "stopped" else ", as checkpoint_must_save_by says"
+        console.say(f"stopped at {reached}{in_time}: {curve}{newest}")
         return "stopped", STOPPED if has_bundle else FAILED
     why = "" if result.reason == "max_steps" else ", out of prompts"
     console.say(f"done: {reached}{why}; {curve}{newest}")

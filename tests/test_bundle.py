@@ -19,7 +19,7 @@ from sc_core.cut import cut_digest, decode_cut
 from sc_core.errors import RunInUse, SaveError
 from sc_core.retention import prune
 from sc_core.testing.disk import Crashed, MemoryDisk
-from sc_core.verify import newest_valid, verify
+from sc_core.verify import candidates, newest_valid, verify
 
 RUN = Path("/runs/demo/checkpoints")
 SEEDS = range(6)
@@ -83,6 +83,7 @@ def test_a_bundle_on_a_real_disk_has_its_files_and_nobody_else_can_touch_them(
         "created": NOW,
         "counters": {"trained": 8, "dropped": 0},
         "metrics": {"train/reward": 0.5, "loss": None},
+        "ft_only": False,
     }
     sealed = json.loads((path / "MANIFEST.json").read_text())
     assert sealed["hmac_sha256"] is None
@@ -575,6 +576,69 @@ def test_a_crash_in_the_recovery_from_a_crash_loses_nothing() -> None:
                 assert incarnation(found) in ("old", "new")
                 recovered += 1
     assert recovered > 50
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("change", ["replace", "discard"])
+def test_a_power_cut_in_the_recovery_from_a_kill_leaves_bundles_whole_or_gone(
+    change: str, exchanges: bool
+) -> None:
+    """What a kill left renamed is not durable yet: no file may go before its new name stays."""
+
+    def killed_at(rename: int) -> MemoryDisk | None:
+        disk = MemoryDisk(exchanges=exchanges)
+        store = open_store(disk)
+        save(store, 2)
+        save(store, 4, "old")
+        left: list[MemoryDisk] = []
+
+        def done(what: str, path: Path) -> None:
+            if what in ("exchange", "rename"):
+                left.append(disk.after_kill())
+
+        disk.done = done
+        if change == "replace":
+            save(store, 4, "new")
+        else:
+            store.discard(2)
+        return left[rename] if rename < len(left) else None
+
+    recovered = 0
+    for rename in range(4):
+        killed = killed_at(rename)
+        if killed is None:
+            break
+        clean = killed.after_kill()
+        open_store(clean)
+        for crash_at in range(1, clean.effects + 1):
+            disk = killed.after_kill()
+            disk.crash_at = crash_at
+            with pytest.raises(Crashed):
+                open_store(disk)
+            for seed in range(24):
+                found = disk.after_crash(seed)
+                assert incarnation(found) in ("old", "new")
+                for path in candidates(RUN, found):
+                    verify(path, found)
+                open_store(found)
+                assert incarnation(found) in ("old", "new")
+                recovered += 1
+    assert recovered > 50
+
+
+def test_staging_again_after_a_publication_that_was_not_synced_loses_nothing() -> None:
+    for crash_at in range(1, 14):
+        disk = MemoryDisk()
+        store = open_store(disk)
+        save(store, 4, "old")
+        disk.hook = failing("sync_dir", RUN.name)
+        with pytest.raises(SaveError):
+            save(store, 4, "new")
+        disk.hook = None
+        disk.crash_at = disk.effects + crash_at
+        with pytest.raises(Crashed):
+            store.stage(4)
+        assert {incarnation(disk.after_crash(seed)) for seed in range(24)} <= {"old", "new"}
 
 
 def test_a_crash_while_pruning_leaves_bundles_whole_or_gone() -> None:

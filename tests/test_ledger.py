@@ -16,7 +16,7 @@ from sc_core.errors import BundleInconsistent, ConfigChanged, Conservation, Save
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import SamplerView
-from sc_core.records import Cut, Group, LedgerRecord, PulledPrompt, Stamp, State
+from sc_core.records import Cut, FinishedSibling, Group, LedgerRecord, PulledPrompt, Stamp, State
 
 P, G = 4, 2
 
@@ -526,8 +526,36 @@ class LedgerModel(RuleBasedStateMachine):
             state="in_flight",
             admitted=True,
             target_step=meant_for if old.target_step is None else old.target_step,
-            start_weight_version=self.version,
+            start_weight_version=old.start_weight_version if old.finished else self.version,
         )
+
+    @precondition(lambda self: self.in_state("in_flight"))
+    @rule(data=st.data())
+    def finish_sibling(self, data: st.DataObject) -> None:
+        ordinal = self.pick(data, "in_flight")
+        old = self.model[ordinal]
+        missing = set(range(G)) - {one.sibling for one in old.finished}
+        if not missing:
+            return
+        sibling = data.draw(st.sampled_from(sorted(missing)))
+        one = FinishedSibling(
+            sibling=sibling,
+            sample_id=f"{old.group_id}_g{sibling}",
+            reward=1.0,
+            tokens=10,
+            end_weight_version=self.version,
+        )
+        self.ledger.finish_sibling(ordinal, one)
+        finished = sorted((*old.finished, one), key=lambda one: one.sibling)
+        self.put(ordinal, finished=tuple(finished))
+
+    @precondition(lambda self: self.in_state("waiting"))
+    @rule(data=st.data())
+    def forget_siblings(self, data: st.DataObject) -> None:
+        ordinal = self.pick(data, "waiting")
+        rows = tuple(one.sample_id for one in self.model[ordinal].finished)
+        assert self.ledger.forget_siblings(ordinal) == rows
+        self.put(ordinal, finished=())
 
     @precondition(lambda self: self.in_state("in_flight"))
     @rule(data=st.data(), cause=st.sampled_from(get_args(Cause)))
@@ -548,8 +576,15 @@ class LedgerModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         ordinal = self.pick(data, "in_flight")
-        commit(self.ledger, ordinal)
-        self.put(ordinal, state="committed")
+        kept = [one.sample_id for one in self.model[ordinal].finished]
+        if len(kept) == G:
+            group = self.ledger.commit(
+                ordinal, rewards=[1.0] * G, tokens=30, end_weight_version=self.version, rows=kept
+            )
+            assert list(group.sample_ids) == kept
+        else:
+            commit(self.ledger, ordinal)
+        self.put(ordinal, state="committed", finished=())
         self.commits.append(ordinal)
 
     @precondition(lambda self: self.in_state("committed"))

@@ -20,6 +20,7 @@ from sc_core.audit import audit_log
 from sc_core.config import ControllerConfig, decode
 from sc_core.disk import LOCAL
 from sc_core.events import read_events
+from sc_core.records import Prompt
 from sc_core.testing import MemoryRun
 from sc_core.verify import verify
 
@@ -169,6 +170,72 @@ def test_inspect_shows_the_newest_bundle_of_a_run(run: Path, command: Command) -
     assert facts["by target step"] == "none"
     assert f"{len(cut.groups)} committed" in facts["ledger"]
     assert "MANIFEST.json" in facts["bytes"]
+    assert facts["attempts"] == f"{len(cut.records)} at attempt 0"
+    assert facts["failures"] == "0 infrastructure, 0 data, 0 stale"
+    assert facts["kept"] == "by every rule"
+
+
+def test_inspect_tells_all_of_it_as_json(run: Path, command: Command) -> None:
+    status, printed = command("inspect", run, "--json")
+    found = json.loads(printed)
+    bundle = run / "checkpoints" / "step_9"
+    cut = verify(bundle).cut
+    assert (status, found["ok"], found["path"]) == (0, True, str(bundle))
+    assert (found["step"], found["weight_version"], found["sampler"]) == (9, 9, "weight_fifo")
+    assert sum(found["ledger"].values()) == found["prompts"]["live"] == len(cut.records)
+    assert sum(found["by_start_version"].values()) == len(cut.groups)
+    assert found["by_target_step"] == {}
+    assert found["attempts"] == {"0": len(cut.records)}
+    sizes = {
+        file.relative_to(bundle).as_posix(): file.stat().st_size
+        for file in bundle.rglob("*")
+        if file.is_file()
+    }
+    assert found["files"] | {"MANIFEST.json": sizes["MANIFEST.json"]} == sizes
+    assert sum(found["bytes"].values()) == sum(sizes.values())
+    assert "resume" not in found and found["damaged"] == []
+
+
+def test_inspect_counts_targets_attempts_and_failures(tmp_path: Path, command: Command) -> None:
+    async def flaky(prompt: Prompt, sibling: int, version: int) -> None:
+        if (prompt.ordinal, sibling) == (6, 0):
+            if fails:
+                fails.pop()
+                raise ConnectionError("engine went away")
+            failed_twice.set()
+            for _ in range(200):  # in which prompt 5 is committed
+                await anyio.lowlevel.checkpoint()
+            assert run.controller is not None
+            run.controller.stop()
+        if prompt.ordinal == 5:
+            await failed_twice.wait()
+        if prompt.ordinal >= 6:
+            await anyio.sleep_forever()
+
+    fails = [1, 2]
+    failed_twice = anyio.Event()
+    config = decode(
+        {
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
+            "async_rl": {
+                "sampler": {"name": "in_order", "max_lookahead_versions": 1},
+                "rollout_failure": {"backoff_base_s": 0.01},
+            },
+            "checkpointing": {"ft_save_period": 1},
+        },
+        ControllerConfig,
+    )
+    run = MemoryRun(config, range(50), directory=tmp_path / "checkpoints", script=flaky)
+    run.disk = LOCAL  # type: ignore[assignment]
+    run.start_life()
+    anyio.run(run.run)
+    status, printed = command("inspect", tmp_path, "--json")
+    found = json.loads(printed)
+    assert (status, found["step"], found["kept"]) == (0, 1, "by ft_keep_latest_k alone")
+    assert found["by_target_step"]["1"] == 4
+    assert found["failures"] == {"infrastructure": 2, "data": 0, "stale": 0}
+    assert found["attempts"]["2"] == 1
+    assert found["ledger"]["committed"] == 2
 
 
 def test_inspect_skips_a_damaged_bundle_as_a_resume_would(run: Path, command: Command) -> None:
@@ -232,8 +299,16 @@ def test_inspect_reads_yaml_where_it_is_installed(
     ("name", "content", "problem"),
     [
         ("c.json", '{"grpo": ', "is no JSON"),
-        ("c.json", "[]", "has none of the sections grpo, async_rl, checkpointing"),
-        ("c.json", '{"policy": {}}', "has none of the sections grpo, async_rl, checkpointing"),
+        (
+            "c.json",
+            "[]",
+            "has none of the sections grpo, async_rl, rollout_recovery, checkpointing",
+        ),
+        (
+            "c.json",
+            '{"policy": {}}',
+            "has none of the sections grpo, async_rl, rollout_recovery, checkpointing",
+        ),
         (
             "c.json",
             '{"grpo": {"num_prompt_per_step": 2}}',

@@ -67,6 +67,29 @@ def test_infinite_metrics_have_their_place() -> None:
     assert to_prune(bundles, keep_top_k=3, ft_keep_latest_k=None) == [3]
 
 
+@pytest.mark.parametrize(
+    ("keep_top_k", "ft_keep_latest_k", "kept"),
+    [
+        (None, None, [2, 4, 6, 8, 9, 10]),
+        (None, 1, [4, 8, 9, 10]),
+        (None, 0, [4, 8, 9, 10]),
+        (1, None, [2, 6, 8, 10]),
+        (0, 2, [9, 10]),
+        (1, 1, [8, 10]),
+        (2, 1, [8, 9, 10]),
+        (3, 1, [4, 8, 9, 10]),
+    ],
+)
+def test_bundles_for_fault_tolerance_are_kept_by_their_own_rule(
+    keep_top_k: int | None, ft_keep_latest_k: int | None, kept: list[int]
+) -> None:
+    """Of the others, 8 is best; 9 has no metric and that of 4 is no number."""
+    pruned = to_prune(
+        BUNDLES, keep_top_k=keep_top_k, ft_keep_latest_k=ft_keep_latest_k, ft_only={2, 6, 10}
+    )
+    assert pruned == [step for step in (2, 4, 6, 8, 9, 10) if step not in kept]
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     bundles=st.lists(

@@ -456,3 +456,24 @@ def test_a_position_that_is_not_a_number_agrees_with_itself() -> None:
     cut = msgspec.structs.replace(make_cut(4), position={"loss": float("nan"), 3: b"\xff"})
     store.publish(staged, cut=cut, digest=cut_digest(cut), config={}, metrics={})
     assert verify(Path("/checkpoints/step_4"), disk).cut.position[3] == b"\xff"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("replay_buffer_metadata.msgpack", b"cut.v1", b"cut.v0"),
+        ("replay_buffer_metadata.msgpack", b"cut.v1", b"cut.v2"),
+        ("train_dataloader.msgpack", b"position.v1", b"position.v0"),
+        ("training_info.json", b"training_info.v1", b"training_info.v3"),
+    ],
+)
+def test_a_file_of_another_schema_is_refused_by_name_and_not_skipped(
+    bundles: Path, name: str, old: bytes, new: bytes
+) -> None:
+    file = bundles / "step_4" / name
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    reseal(bundles / "step_4")
+    told = rf"step_4: {name} has schema {new.decode()} and this version reads {old.decode()}; res"
+    with pytest.raises(RestoreError, match=told) as refused:
+        newest_valid(bundles)
+    assert not isinstance(refused.value, BundleDamaged)

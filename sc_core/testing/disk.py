@@ -21,6 +21,8 @@ class Crashed(BaseException):
 
 
 class _File:
+    __slots__ = ("data", "durable", "shared")
+
     def __init__(self, data: bytes = b"") -> None:
         self.data = data
         self.durable = b""  #: what a power cut can't take
@@ -28,6 +30,8 @@ class _File:
 
 
 class _Dir:
+    __slots__ = ("durable", "names", "shared")
+
     def __init__(self) -> None:
         self.names: dict[str, _Node] = {}
         self.durable: dict[str, _Node] = {}
@@ -53,8 +57,8 @@ class MemoryDisk:
     file and directory. Reads see everything written, as a page cache does.
 
     `crash_at` raises `Crashed` in the midst of that effect, counted from 1. `hook(effect, path)`
-    is called before each one, and what it raises is what the effect raises. All paths are
-    absolute; the root exists. There are no symbolic links.
+    is called before each one, and what it raises is what the effect raises; `done(effect, path)`
+    after each. All paths are absolute; the root exists. There are no symbolic links.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class MemoryDisk:
         exchanges: bool = True,
         free: int = 1 << 40,
         hook: Hook | None = None,
+        done: Hook | None = None,
     ) -> None:
         self.effects = 0
         self.crash_at = crash_at
@@ -71,6 +76,7 @@ class MemoryDisk:
         self.exchanges = exchanges  #: whether `exchange` is known here
         self.free = free  #: bytes
         self.hook = hook
+        self.done = done
         self._root = _Dir()
         self._pending: list[_Change] = []
         self._holders: dict[Path, _MemoryLock] = {}
@@ -108,6 +114,68 @@ class MemoryDisk:
         assert isinstance(root, _Dir)
         found._root = root
         return found
+
+    def after_kill(self, *, torn: Path | None = None, seed: int = 0) -> MemoryDisk:
+        """What a restart finds if the process, not the power, went now: everything written.
+
+        What was not synced is still at the mercy of a power cut later on. Of `torn`, a file that
+        was being written, only a beginning has come to be.
+        """
+        found = MemoryDisk(exchanges=self.exchanges, free=self.free)
+        copies: dict[int, _Node] = {}
+
+        def copy(node: _Node) -> _Node:
+            if id(node) in copies:
+                return copies[id(node)]
+            if isinstance(node, _File):
+                file = copies[id(node)] = _File(node.data)
+                file.durable, file.shared = node.durable, node.shared
+                return file
+            directory = copies[id(node)] = _Dir()
+            directory.names = {name: copy(inner) for name, inner in node.names.items()}
+            directory.durable = {name: copy(inner) for name, inner in node.durable.items()}
+            directory.shared = node.shared
+            return directory
+
+        root = copy(self._root)
+        assert isinstance(root, _Dir)
+        found._root = root
+        for change in self._pending:
+            names = [(copy(where), name, node and copy(node)) for where, name, node in change.names]
+            found._pending.append(_Change(*names))  # type: ignore[arg-type]
+        if torn is not None:
+            file = found._file(torn)
+            file.data = file.data[: random.Random(seed).randrange(len(file.data) + 1)]
+        return found
+
+    def state(self) -> bytes:
+        """A digest of all that this disk holds, and of what a power cut could take away."""
+        numbers: dict[int, int] = {}
+        digest = hashlib.sha256()
+
+        def enter(node: _Node) -> int:
+            number = numbers.get(id(node))
+            if number is not None:
+                return number
+            number = numbers[id(node)] = len(numbers)
+            if isinstance(node, _File):
+                durable = node.durable if node.durable is not node.data else None
+                parts: object = (number, node.shared, len(node.data), durable)
+                digest.update(node.data)
+            else:
+                names = [(name, enter(node.names[name])) for name in sorted(node.names)]
+                kept = [(name, enter(node.durable[name])) for name in sorted(node.durable)]
+                parts = (number, node.shared, names, kept)
+            digest.update(repr(parts).encode())
+            return number
+
+        enter(self._root)
+        for change in self._pending:
+            names = [
+                (enter(where), name, node and enter(node)) for where, name, node in change.names
+            ]
+            digest.update(repr(names).encode())
+        return digest.digest()
 
     def _survivors(self, rng: random.Random) -> list[_Change]:
         pending = self._pending
@@ -263,6 +331,8 @@ class MemoryDisk:
                 apply()
             raise Crashed(f"at effect {self.effects}: {name} {path}")
         apply()
+        if self.done is not None:
+            self.done(name, path)
 
     def _change(self, *names: tuple[_Dir, str, _Node | None]) -> None:
         for directory, name, node in names:

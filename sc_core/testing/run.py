@@ -13,7 +13,7 @@ from sc_core.calls import inline
 from sc_core.config import ControllerConfig
 from sc_core.controller import Ports, RunResult, SingleController
 from sc_core.events import Event
-from sc_core.ports import DataPlane, GroupFilter, Sampler
+from sc_core.ports import DataPlane, GroupFilter, Runner, Sampler
 from sc_core.restore import ReadyStore, restore
 from sc_core.testing.data_plane import Hooks, MemoryBootstrap, MemoryDataPlane, MemoryStore
 from sc_core.testing.disk import MemoryDisk
@@ -62,6 +62,7 @@ class MemoryRun:
         self.group_filter = group_filter
         self.sampler = sampler
         self.resume: Literal["auto", "never"] | Path = "auto"
+        self.runner: Runner = inline
         self.log = MemoryEventLog()
         self.disk = MemoryDisk()
         self.lives = 0
@@ -84,7 +85,7 @@ class MemoryRun:
             bundles,
             MemoryBootstrap(self.store, disk=self.disk),
             self.config,
-            runner=inline,
+            runner=self.runner,
             resume=self.resume,
             source_fingerprint=self.source.fingerprint(),
         )
@@ -105,7 +106,7 @@ class MemoryRun:
             group_filter=self.group_filter,
             sampler=self.sampler,
         )
-        return SingleController(self.config, ready, ports, runner=inline)
+        return SingleController(self.config, ready, ports, runner=self.runner)
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
@@ -116,7 +117,7 @@ class MemoryRun:
             self.start_life()
         self._lived = True
         self._left: tuple[MemoryDisk, MemoryEventLog] | None = None
-        bundles = BundleStore(self.directory, disk=self.disk)
+        bundles = BundleStore(self.directory, disk=self.disk, now=lambda: 0.0)
         bundles.open()
         try:
             with anyio.CancelScope() as life:

@@ -1,0 +1,258 @@
+"""One attempt at a prompt: its missing siblings side by side, then the whole group at once.
+
+By default a group's rows are written together, when all siblings are there. With
+`rollout_recovery.default_granularity: sibling` each row is written as its sibling finishes, so
+that a failed attempt, or a restart, generates only those that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from sc_core.barrier import CheckpointBarrier
+from sc_core.calls import in_tree
+from sc_core.config import ControllerConfig
+from sc_core.errors import DataFailure, DataPlaneError, RolloutError, RowsNotCleared, WorkerDied
+from sc_core.ports import GroupFilter, RolloutWorker
+from sc_core.records import FinishedSibling, LedgerRecord, Prompt, Sample, SampleId, sample_ids
+from sc_core.returned import check_sample
+from sc_core.rows import Rows
+from sc_core.state import RunState
+
+
+class AttemptFailed(Exception):
+    """The attempt left nothing behind that a retry would collide with."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class GroupBuilder:
+    def __init__(
+        self,
+        state: RunState,
+        config: ControllerConfig,
+        worker: RolloutWorker,
+        rows: Rows,
+        barrier: CheckpointBarrier,
+        group_filter: GroupFilter | None,
+    ) -> None:
+        self._state = state
+        self._worker = worker
+        self._rows = rows
+        self._barrier = barrier
+        self._filter = group_filter
+        self._siblings = config.grpo.num_generations_per_prompt
+        self._rollout_s = config.async_rl.deadlines.rollout_s
+        self._keeps_siblings = config.rollout_recovery.default_granularity == "sibling"
+
+    async def build(self, record: LedgerRecord, weight_version: int) -> bool:
+        """Generate what `record` has no finished sibling for, and commit the group.
+
+        Returns whether it was committed: the filter may have dropped it. A cancel leaves no half
+        group: the siblings that had finished are gone, or in the ledger with their rows.
+
+        Raises:
+            AttemptFailed: it may be tried again; finished siblings are kept as configured.
+            WorkerDied: nobody is left to generate.
+            RowsNotCleared, CallTimeout: the state of the data plane is unknown.
+        """
+        samples = await self._generate(record, weight_version)
+        if self._keeps_siblings:
+            return await self._commit_kept(record.ordinal)
+        return await self._commit(record, [samples[number] for number in range(self._siblings)])
+
+    async def drop(self, ordinal: int, reason: str) -> None:
+        """Drop a prompt that is not committed, and clear the rows of its finished siblings."""
+        record = self._state.ledger.get(ordinal)
+        if record is None or not record.finished:
+            self._state.dropped(ordinal, reason)
+            return
+        async with self._barrier.mutation(f"drop {record.group_id}"):
+            self._state.dropped(ordinal, reason)
+            await self._rows.clear(one.sample_id for one in record.finished)
+
+    def missing_siblings(self, ordinal: int) -> int:
+        """How many the next attempt has to generate; forgets finished ones that are too old.
+
+        A group is as old as its oldest sibling, and must still be trainable.
+        """
+        state, record = self._state, self._state.ledger.get(ordinal)
+        if record is None or not record.finished or record.start_weight_version is None:
+            return self._siblings
+        if state.sampler.may_abort(record.start_weight_version, state.ledger.weight_version):
+            self._rows.suspects.update(state.ledger.forget_siblings(ordinal))
+            return self._siblings
+        return self._siblings - len(record.finished)
+
+    # generating ------------------------------------------------------------------------
+
+    async def _generate(self, record: LedgerRecord, weight_version: int) -> Mapping[int, Sample]:
+        prompt = Prompt(ordinal=record.ordinal, group_id=record.group_id, payload=record.payload)
+        finished: dict[int, Sample] = {}
+
+        failures: list[AttemptFailed] = []
+
+        async def one(sibling: int) -> None:
+            try:
+                finished[sibling] = sample = await self._rollout(prompt, sibling, weight_version)
+                if self._keeps_siblings:
+                    if sample.fields.keys() != next(iter(finished.values())).fields.keys():
+                        raise AttemptFailed(_different_columns(prompt))
+                    await self._keep(prompt, sibling, sample)
+            except AttemptFailed as failed:
+                if not self._keeps_siblings:
+                    raise
+                failures.append(failed)  # the others go on: what they finish is kept
+
+        kept = {one.sibling for one in record.finished}
+        missing = [number for number in range(self._siblings) if number not in kept]
+        if len(missing) == 1:
+            await one(missing[0])
+        elif missing:
+            first, *others = missing
+            try:
+                async with anyio.create_task_group() as tg:
+                    for sibling in others:
+                        tg.start_soon(one, sibling)
+                    await one(first)  # in this task: a group has a task less to pay for
+            except ExceptionGroup as group:
+                failed, fatal = group.split(AttemptFailed)
+                if fatal is None and failed is not None:
+                    raise _first(failed) from None
+                raise
+        if failures:
+            raise failures[0]
+        if len(finished) < len(missing):
+            raise AttemptFailed(
+                RolloutError(
+                    f"group {prompt.group_id}: {len(finished)} of {len(missing)} siblings"
+                    " came back; the others were cancelled outside this run"
+                )
+            )
+        return finished
+
+    async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
+        requests = self._state.requests
+        try:
+            with anyio.move_on_after(self._rollout_s):
+                return check_sample(
+                    await in_tree(self._worker.rollout, prompt, sibling, weight_version),
+                    prompt.group_id,
+                    sibling,
+                    weight_versions=range(weight_version, self._state.ledger.weight_version + 1),
+                )
+            raise RolloutError(
+                f"sibling {sibling} of group {prompt.group_id} took longer than"
+                f" {self._rollout_s:g} s"
+            )
+        except WorkerDied:  # nobody is left to try it again
+            raise
+        except Exception as exc:
+            raise AttemptFailed(exc) from exc
+        finally:
+            requests.set(requests.value - 1)
+
+    # committing ------------------------------------------------------------------------
+
+    async def _commit(self, record: LedgerRecord, samples: Sequence[Sample]) -> bool:
+        """Either the group is in the data plane and the index, or nothing changed."""
+        state, group_id = self._state, record.group_id
+        rewards = [sample.reward for sample in samples]
+        if self._filter is not None and not self._filter.keep(rewards):
+            state.dropped(record.ordinal, "filtered")
+            return False
+        names = samples[0].fields.keys()
+        if any(sample.fields.keys() != names for sample in samples):
+            raise AttemptFailed(_different_columns(record))
+        fields: dict[str, list[Any]] = {n: [s.fields[n] for s in samples] for n in names}
+
+        def arrived(_: None) -> None:
+            state.committed(
+                record.ordinal,
+                rewards=rewards,
+                tokens=sum(sample.tokens for sample in samples),
+                end_weight_version=max(self._end_version(sample) for sample in samples),
+            )
+
+        section = self._barrier.mutation(f"commit {group_id}")
+        async with section:
+            state.commit_wait_s += section.waited_s
+            await self._put(sample_ids(group_id, self._siblings), fields, rewards, arrived)
+        return True
+
+    async def _commit_kept(self, ordinal: int) -> bool:
+        """Every row is in the data plane: only ledger and index change."""
+        record = self._state.ledger.get(ordinal)
+        assert record is not None
+        rewards = [one.reward for one in record.finished]
+        if self._filter is not None and not self._filter.keep(rewards):
+            await self.drop(ordinal, "filtered")
+            return False
+        section = self._barrier.mutation(f"commit {record.group_id}")
+        async with section:
+            self._state.commit_wait_s += section.waited_s
+            self._state.committed(
+                ordinal,
+                rewards=rewards,
+                tokens=sum(one.tokens for one in record.finished),
+                end_weight_version=max(one.end_weight_version for one in record.finished),
+                rows=[one.sample_id for one in record.finished],
+            )
+        return True
+
+    async def _keep(self, prompt: Prompt, sibling: int, sample: Sample) -> None:
+        """Either the sibling is in the data plane and the ledger, or nothing changed."""
+        row = sample_ids(prompt.group_id, self._siblings)[sibling]
+
+        def arrived(_: None) -> None:
+            self._state.ledger.finish_sibling(
+                prompt.ordinal,
+                FinishedSibling(
+                    sibling=sibling,
+                    sample_id=row,
+                    reward=sample.reward,
+                    tokens=sample.tokens,
+                    end_weight_version=self._end_version(sample),
+                ),
+            )
+
+        section = self._barrier.mutation(f"row {row}")
+        async with section:
+            self._state.commit_wait_s += section.waited_s
+            fields = {name: [value] for name, value in sample.fields.items()}
+            await self._put((row,), fields, (sample.reward,), arrived)
+
+    async def _put(
+        self,
+        rows: Sequence[SampleId],
+        fields: Mapping[str, list[Any]],
+        rewards: Sequence[float],
+        arrived: Callable[[None], None],
+    ) -> None:
+        try:
+            await self._rows.put(rows, fields, [{"reward": r} for r in rewards], then=arrived)
+        except RowsNotCleared:
+            raise
+        except (DataPlaneError, DataFailure) as exc:  # the rows are gone again
+            raise AttemptFailed(exc) from exc
+
+    def _end_version(self, sample: Sample) -> int:
+        end = sample.end_weight_version
+        return self._state.ledger.weight_version if end is None else end
+
+
+def _first(failed: ExceptionGroup[AttemptFailed]) -> AttemptFailed:
+    error: Exception = failed
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, AttemptFailed)
+    return error
+
+
+def _different_columns(of: Prompt | LedgerRecord) -> DataFailure:
+    return DataFailure(f"siblings of group {of.group_id} have different columns")
