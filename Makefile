@@ -32,7 +32,8 @@ chaos: $(ALL)  ## real runs, killed 50 times at random moments; about an hour
 	$(BIN)/python -m sc_ray.chaos --out runs/chaos
 
 test: $(ALL)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/ray
+	$(BIN)/python -m pytest -q tests/ray
 
 lint: $(ALL)
 	$(BIN)/ruff check .
