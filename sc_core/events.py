@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One line of the log. Fields that a kind has no use for are left out."""
 
     seq: Count  #: strictly increasing over the whole file, all incarnations

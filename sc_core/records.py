@@ -1,6 +1,7 @@
 """What the controller remembers: frozen, typed, and the same in memory as on disk.
 
 New fields get defaults, so that older bundles still decode; a new meaning gets a new tag.
+`gc=False`: a record is a tree of plain data, and in no cycle for the collector to find.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Version that produced the last token; None stands for the controller's at completion."""
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A committed group: which rows it has and which weights made them. No tensors."""
 
     group_id: GroupId
@@ -64,7 +65,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  #: generated tokens, all siblings together
 
 
-class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sibling whose row is in the data plane while its group is not whole yet."""
 
     sibling: int
@@ -74,7 +75,7 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True):
     end_weight_version: int
 
 
-class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A prompt that left the source and is neither trained nor dropped."""
 
     ordinal: int
@@ -99,7 +100,7 @@ def owns_group(record: LedgerRecord) -> bool:
     return record.state == "committed" or record.state == "selected"
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class Stamp(msgspec.Struct, frozen=True, gc=False):
     """A sampler's yes to one more group."""
 
     target_step: int | None = None
