@@ -64,7 +64,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  #: generated tokens, all siblings together
 
 
-class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A sibling whose row is in the data plane while its group is not whole yet."""
 
     sibling: int
@@ -72,6 +72,7 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     tokens: int
     end_weight_version: int
+    columns: tuple[str, ...] = ()  #: names, sorted: all siblings of a group have the same
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
-from sc_core.calls import in_tree
+from sc_core.calls import ended_from_outside, in_tree
 from sc_core.config import ControllerConfig
 from sc_core.errors import CallTimeout, DataFailure, EndOfPrompts, PromptDropped
 from sc_core.ledger import Cause
@@ -54,6 +54,7 @@ class RolloutPump:
             while True:  # restored prompts, retries, and whatever a closed gate kept waiting
                 await self._state.wait_until(lambda _: self._next_dispatch() is not None)
                 self._dispatch(attempts)
+        raise ended_from_outside("an attempt")
 
     def _dispatch(self, attempts: TaskGroup) -> None:
         """Start every attempt that may start now."""
