@@ -175,7 +175,7 @@ def test_no_bundle_is_published_whose_rows_nobody_has_checked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("which", range(14))
+@pytest.mark.parametrize("which", range(30))
 @pytest.mark.parametrize("granularity", ["sibling", "prompt_group"])
 def test_a_task_cancelled_before_it_began_costs_an_attempt_or_ends_the_run(
     granularity: str, which: int
