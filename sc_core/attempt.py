@@ -144,11 +144,12 @@ class GroupBuilder:
                     for sibling in others:
                         tg.start_soon(in_tree, one, sibling)
                     await one(first)  # in this task: a group has a task less to pay for
-            except ExceptionGroup as group:
+            except BaseExceptionGroup as group:
                 failed, fatal = group.split(AttemptFailed)
-                if fatal is None and failed is not None:
-                    raise _first(failed) from None
-                raise
+                if fatal is not None:  # or a cancel, beside which a failure is no news
+                    raise fatal from None
+                assert failed is not None
+                raise _first(failed) from None
 
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         requests = self._state.requests
@@ -261,9 +262,9 @@ class GroupBuilder:
         return self._state.ledger.weight_version if end is None else end
 
 
-def _first(failed: ExceptionGroup[AttemptFailed]) -> AttemptFailed:
-    error: Exception = failed
-    while isinstance(error, ExceptionGroup):
+def _first(failed: BaseExceptionGroup[AttemptFailed]) -> AttemptFailed:
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, AttemptFailed)
     return error

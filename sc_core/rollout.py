@@ -10,6 +10,7 @@ import logging
 import math
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
@@ -94,6 +95,9 @@ class RolloutPump:
                 except EndOfPrompts:
                     state.end_of_prompts()
                     return
+                except Exception:
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
+                    raise
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)
@@ -134,6 +138,7 @@ class RolloutPump:
             if await self._builder.build(record, weight_version):
                 self._dropped_in_a_row = 0
         except AttemptFailed as failed:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not the attempt
             await self._failed(record, failed.reason)
 
     async def _failed(self, record: LedgerRecord, error: Exception) -> None:

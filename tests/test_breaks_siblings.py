@@ -21,8 +21,8 @@ from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import inline
 from sc_core.config import DeadlinesConfig
 from sc_core.controller import RunResult
-from sc_core.errors import CallCancelled
-from sc_core.records import FinishedSibling, Prompt, Sample
+from sc_core.errors import CallCancelled, CallTimeout, WorkerDied
+from sc_core.records import FinishedSibling, Prompt, PulledPrompt, Sample
 from sc_core.rows import Rows
 from sc_core.testing import MemoryRun
 from sc_core.testing.data_plane import MemoryDataPlane, MemoryStore
@@ -268,3 +268,70 @@ async def test_time_is_left_for_a_step_that_nothing_came_after() -> None:
     result = await run.run()
     assert result is not None and (result.reason, result.step) == ("must_save_by", 1)
     assert anyio.current_time() - began == 30
+
+
+# several things at once --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sibling", [0, 1, 2, None])
+@pytest.mark.parametrize("granularity", ["sibling", "prompt_group"])
+async def test_a_worker_that_answers_the_last_cancel_with_an_error_fails_no_run(
+    granularity: str, sibling: int | None
+) -> None:
+    """As when its connection is gone already. With `fail`, a dropped prompt would end the run."""
+
+    async def script(prompt: Prompt, which: int, version: int) -> None:
+        if prompt.ordinal >= 12:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                if sibling in (None, which):
+                    raise ConnectionError("gone")
+
+    fail = {"max_infra_attempts_per_prompt": 1, "on_dropped_prompt": "fail"}
+    config = settings(granularity=granularity, async_rl={"rollout_failure": fail})
+    run = MemoryRun(config, range(100), script=script)
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("max_steps", 6)
+    checked(run)
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_source_may_answer_a_cancel_with_an_error(late: bool) -> None:
+    run = MemoryRun(settings(), range(100))
+    next_prompt = run.source.next_prompt
+
+    async def gone() -> PulledPrompt:
+        if len(run.source.pulled) < (5 if late else 12):
+            return await next_prompt()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise ConnectionError("gone")
+
+    run.source.next_prompt = gone  # type: ignore[method-assign]
+    if late:
+        with pytest.raises(CallTimeout, match=r"source\.next_prompt"):
+            await run.run()
+    else:
+        result = await run.run()
+        assert result is not None and (result.reason, result.step) == ("max_steps", 6)
+
+
+@pytest.mark.parametrize("granularity", ["sibling", "prompt_group"])
+async def test_what_ends_the_run_is_named_before_what_fails_beside_it(granularity: str) -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 5 and sibling == 1:
+            await anyio.sleep(1)
+            raise ConnectionError("gone")
+        if prompt.ordinal == 5 and sibling == 2:
+            try:
+                await anyio.sleep(1.5)
+            finally:
+                raise WorkerDied("the last engine", "killed")
+
+    run = MemoryRun(
+        settings(granularity=granularity), range(100), script=script, latency=two_seconds
+    )
+    with pytest.raises(WorkerDied):
+        await run.run()
