@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from sc_core.rows import Rows
 from sc_core.testing import MemoryRun
 from sc_core.testing.data_plane import MemoryDataPlane, MemoryStore
 from sc_core.testing.schedule import run_alone
+from sc_core.verify import candidates, verify
 
 pytestmark = pytest.mark.anyio
 
@@ -335,3 +337,45 @@ async def test_what_ends_the_run_is_named_before_what_fails_beside_it(granularit
     )
     with pytest.raises(WorkerDied):
         await run.run()
+
+
+@pytest.mark.parametrize("granularity", ["sibling", "prompt_group"])
+async def test_a_stop_saves_siblings_that_finished_since_the_last_bundle(granularity: str) -> None:
+    """Of step 3 nothing is committed: one sibling of each group takes for ever."""
+    calls: Counter[tuple[int, int]] = Counter()
+
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        calls[prompt.ordinal, sibling] += 1
+        if prompt.ordinal >= 4 and run.lives == 1:
+            await anyio.sleep(10 if sibling else 1000)
+
+    budget = {"checkpoint_must_save_by": "00:00:01:00"}
+    run = MemoryRun(
+        settings(granularity=granularity, checkpointing=budget), range(100), script=script
+    )
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("must_save_by", 2)
+    saved = [event.step for event in run.log.events if event.event == "checkpoint"]
+    assert saved == ([1, 2, 2] if granularity == "sibling" else [1, 2])
+    assert await run.run() is not None
+    assert calls[4, 0] == 2 and calls[4, 1] == (1 if granularity == "sibling" else 2)
+    checked(run)
+
+
+async def test_bundles_are_ranked_by_numbers_of_other_libraries_too() -> None:
+    class Number:
+        def __float__(self) -> float:
+            return 0.5
+
+    run = MemoryRun(settings(grpo={"max_num_steps": 1}), range(100))
+    finish_step = run.trainer.finish_step
+
+    async def finish() -> dict[str, Any]:
+        await finish_step()
+        return {"loss": Number(), "most": 10**400, "what": "text"}
+
+    run.trainer.finish_step = finish  # type: ignore[method-assign]
+    assert await run.run() is not None
+    metrics = verify(candidates(run.directory, run.disk)[0], run.disk).info.metrics
+    assert metrics["train/loss"] == 0.5
+    assert metrics.keys().isdisjoint({"train/most", "train/what", "incarnation"})
