@@ -13,7 +13,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from sc_core.barrier import CheckpointBarrier
-from sc_core.calls import in_tree
+from sc_core.calls import ended_from_outside, in_tree
 from sc_core.ports import AdvantageEstimator, Runner
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
@@ -42,6 +42,7 @@ class AdvantageStage:
         """
         read, to_estimate = anyio.create_memory_object_stream[_Slice](1)
         estimated, to_write = anyio.create_memory_object_stream[_Slice](1)
+        written = 0
         with read, to_estimate, estimated, to_write:  # also when a task never came to start
             async with anyio.create_task_group() as stage:
                 stage.start_soon(in_tree, self._fetch, batch, read)
@@ -49,6 +50,9 @@ class AdvantageStage:
                 async for ids, _, columns in to_write:
                     async with self._barrier.mutation("advantage write-back"):
                         await self._rows.write_back(ids, columns)
+                    written += len(ids)
+        if written < len(batch.sample_ids):
+            raise ended_from_outside("the advantage stage")
 
     async def _fetch(self, batch: Batch, send: MemoryObjectSendStream[_Slice]) -> None:
         async with send:

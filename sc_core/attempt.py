@@ -7,7 +7,7 @@ that a failed attempt, or a restart, generates only those that are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -93,38 +93,34 @@ class GroupBuilder:
 
     async def _generate(self, record: LedgerRecord, weight_version: int) -> Mapping[int, Sample]:
         prompt = Prompt(ordinal=record.ordinal, group_id=record.group_id, payload=record.payload)
+        kept = {one.sibling: one.columns for one in record.finished}
+        missing = [number for number in range(self._siblings) if number not in kept]
+        columns = next(filter(None, kept.values()), None)
+        begun: set[int] = set()
         finished: dict[int, Sample] = {}
-
         failures: list[AttemptFailed] = []
 
         async def one(sibling: int) -> None:
+            nonlocal columns
+            begun.add(sibling)
             try:
-                finished[sibling] = sample = await self._rollout(prompt, sibling, weight_version)
+                sample = await self._rollout(prompt, sibling, weight_version)
                 if self._keeps_siblings:
-                    if sample.fields.keys() != next(iter(finished.values())).fields.keys():
+                    columns = columns or _columns(sample)
+                    if _columns(sample) != columns:
                         raise AttemptFailed(_different_columns(prompt))
                     await self._keep(prompt, sibling, sample)
+                finished[sibling] = sample
             except AttemptFailed as failed:
                 if not self._keeps_siblings:
                     raise
                 failures.append(failed)  # the others go on: what they finish is kept
 
-        kept = {one.sibling for one in record.finished}
-        missing = [number for number in range(self._siblings) if number not in kept]
-        if len(missing) == 1:
-            await one(missing[0])
-        elif missing:
-            first, *others = missing
-            try:
-                async with anyio.create_task_group() as tg:
-                    for sibling in others:
-                        tg.start_soon(one, sibling)
-                    await one(first)  # in this task: a group has a task less to pay for
-            except ExceptionGroup as group:
-                failed, fatal = group.split(AttemptFailed)
-                if fatal is None and failed is not None:
-                    raise _first(failed) from None
-                raise
+        try:
+            await self._side_by_side(one, missing)
+        finally:  # a task that was cancelled outside this run may never have begun
+            requests = self._state.requests
+            requests.set(requests.value - (len(missing) - len(begun)))
         if failures:
             raise failures[0]
         if len(finished) < len(missing):
@@ -135,6 +131,25 @@ class GroupBuilder:
                 )
             )
         return finished
+
+    async def _side_by_side(
+        self, one: Callable[[int], Awaitable[None]], missing: Sequence[int]
+    ) -> None:
+        if len(missing) == 1:
+            await one(missing[0])
+        elif missing:
+            first, *others = missing
+            try:
+                async with anyio.create_task_group() as tg:
+                    for sibling in others:
+                        tg.start_soon(in_tree, one, sibling)
+                    await one(first)  # in this task: a group has a task less to pay for
+            except BaseExceptionGroup as group:
+                failed, fatal = group.split(AttemptFailed)
+                if fatal is not None:  # or a cancel, beside which a failure is no news
+                    raise fatal from None
+                assert failed is not None
+                raise _first(failed) from None
 
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         requests = self._state.requests
@@ -218,6 +233,7 @@ class GroupBuilder:
                     reward=sample.reward,
                     tokens=sample.tokens,
                     end_weight_version=self._end_version(sample),
+                    columns=_columns(sample),
                 ),
             )
 
@@ -246,12 +262,16 @@ class GroupBuilder:
         return self._state.ledger.weight_version if end is None else end
 
 
-def _first(failed: ExceptionGroup[AttemptFailed]) -> AttemptFailed:
-    error: Exception = failed
-    while isinstance(error, ExceptionGroup):
+def _first(failed: BaseExceptionGroup[AttemptFailed]) -> AttemptFailed:
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, AttemptFailed)
     return error
+
+
+def _columns(sample: Sample) -> tuple[str, ...]:
+    return tuple(sorted(sample.fields))
 
 
 def _different_columns(of: Prompt | LedgerRecord) -> DataFailure:

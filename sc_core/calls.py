@@ -58,6 +58,14 @@ async def in_tree(task: Callable[..., Awaitable[R]], *args: Any) -> R:
         ) from exc
 
 
+def ended_from_outside(task: str) -> CallCancelled:
+    """For after a task group that has ended although nobody in it failed or was done.
+
+    A native cancel of a task that has not begun to run ends it, and the group, without a word.
+    """
+    return CallCancelled(f"{task} was cancelled by something outside this run")
+
+
 async def in_thread(work: Callable[..., R], *args: Any) -> R:
     """The runner for real work: a worker thread that a cancel waits for."""
     return await anyio.to_thread.run_sync(work, *args)

@@ -15,7 +15,7 @@ from sc_core.attempt import GroupBuilder
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
 from sc_core.budget import stop_in_time
 from sc_core.bundle import BundleStore
-from sc_core.calls import in_thread, in_tree, settle
+from sc_core.calls import ended_from_outside, in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
 from sc_core.errors import RestoreOrderError, root_cause
 from sc_core.finaliser import BundleFinaliser
@@ -149,6 +149,8 @@ class SingleController:
             # a child, so it is cancelled through its scope, and its shields hold.
             async with anyio.create_task_group() as tg:
                 tg.start_soon(tree)
+            if not results:
+                raise ended_from_outside("the run")
             return results[0]
         except BaseException as error:
             cause = root_cause(error)
@@ -271,23 +273,27 @@ class SingleController:
             ports.metrics,
         )
         await self._settle_in(plane, rows)
+        reason: EndReason | None = None
         async with anyio.create_task_group() as tg:
             stall_timeout_s = config.async_rl.stall_watchdog.stall_timeout_s
-            tg.start_soon(watch, state, stall_timeout_s, self._report)
+            tg.start_soon(in_tree, watch, state, stall_timeout_s, self._report)
             budget_s, pump = config.checkpointing.must_save_by_s, self._pump
             if budget_s is not None:
                 deadline = self._started_at + budget_s
-                tg.start_soon(stop_in_time, state, deadline, lambda: pump.reserve_s)
+                tg.start_soon(in_tree, stop_in_time, state, deadline, lambda: pump.reserve_s)
             if finaliser is not None:
                 tg.start_soon(in_tree, finaliser.run)
             await weights.update()  # every engine confirms the version before a prompt goes out
             tg.start_soon(in_tree, rollouts.run)
-            reason = await self._pump.run(
+            ended = await self._pump.run(
                 resumed=None if self._bundle is None else self._bundle.info
             )
             if finaliser is not None:
                 await finaliser.settled()
+            reason = ended
             tg.cancel_scope.cancel()  # nothing left to generate for
+        if reason is None:
+            raise ended_from_outside("a task of the run")
         ledger = state.ledger
         ports.events.append("stopped", reason=reason, step=ledger.step)
         await settle("event log sync", deadlines.disk_s, lambda: self._runner(ports.events.sync))

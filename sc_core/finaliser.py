@@ -96,6 +96,7 @@ class BundleFinaliser:
             finally:
                 self.longest_s = max(self.longest_s, anyio.current_time() - began)
                 self._job.set(None)
+                self._state.touch()  # whoever keeps to the time looks at the reserve
 
     async def _publish(self, job: Job) -> None:
         cut = job.cut

@@ -62,6 +62,7 @@ class Ledger:
         self._waiting = OrderedKeys()
         self._counts = Counts()
         self._next_commit_seq = 0
+        self.siblings_finished = 0  #: ahead of their groups, in this process life
 
     def __repr__(self) -> str:
         states = ", ".join(f"{count} {state}" for state, count in self._counts.of_state.items())
@@ -190,6 +191,7 @@ class Ledger:
                 f"finish_sibling: prompt {ordinal} has its sibling {finished.sibling} already"
             )
         kept = sorted((*old.finished, finished), key=lambda one: one.sibling)
+        self.siblings_finished += 1
         return self._put(replace(old, finished=tuple(kept)))
 
     def forget_siblings(self, ordinal: int) -> tuple[SampleId, ...]:

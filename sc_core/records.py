@@ -1,6 +1,7 @@
 """What the controller remembers: frozen, typed, and the same in memory as on disk.
 
-New fields get defaults, so that older bundles still decode; a new meaning gets a new tag.
+New fields get defaults, which are left out when written, so that older bundles still decode and
+keep their digests; a new meaning gets a new tag.
 `gc=False`: a record is a tree of plain data, and in no cycle for the collector to find.
 """
 
@@ -51,7 +52,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Version that produced the last token; None stands for the controller's at completion."""
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A committed group: which rows it has and which weights made them. No tensors."""
 
     group_id: GroupId
@@ -65,7 +66,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int = 0  #: generated tokens, all siblings together
 
 
-class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A sibling whose row is in the data plane while its group is not whole yet."""
 
     sibling: int
@@ -73,9 +74,10 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reward: float
     tokens: int
     end_weight_version: int
+    columns: tuple[str, ...] = ()  #: names, sorted: all siblings of a group have the same
 
 
-class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A prompt that left the source and is neither trained nor dropped."""
 
     ordinal: int

@@ -5,7 +5,6 @@ It comes from other processes and from user code, and goes into ledger, index an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import index
 
@@ -14,6 +13,9 @@ from msgspec.structs import replace
 from sc_core.errors import DataFailure, RolloutError
 from sc_core.records import GroupId, Sample
 
+_MOST = 2.0**128  #: of a reward, as in float32, and so that the sum of many is finite as well
+_TOKENS = range(2**48)  #: the sum of many still fits into 64 bits
+
 
 def check_sample(sample: object, group: GroupId, sibling: int, *, weight_versions: range) -> Sample:
     """The sample with plain numbers in place of those of other libraries.
@@ -21,7 +23,7 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
     `weight_versions` are those that could have produced its last token.
 
     Raises:
-        DataFailure: its reward is not finite: training on it would ruin the weights.
+        DataFailure: its reward is not finite in float32: training on it would ruin the weights.
         RolloutError: it is no sample, or has something in it that is not what it should be.
     """
 
@@ -32,17 +34,21 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
         raise RolloutError(f"{whose()} came back as {type(sample).__name__}, not as a Sample")
     if not isinstance(sample.fields, Mapping):
         raise RolloutError(f"{whose()} has {type(sample.fields).__name__} for its fields")
+    if not sample.fields or not all(isinstance(name, str) for name in sample.fields):
+        raise RolloutError(f"{whose()} has the columns {list(sample.fields)}, not some with names")
     try:
         reward, tokens = float(sample.reward), index(sample.tokens)
         end = sample.end_weight_version
         end = None if end is None else index(end)
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         raise RolloutError(f"{whose()} has something that is not a number: {exc}") from exc
     if end is not None and end not in weight_versions:
         raise RolloutError(
             f"{whose()} ended at weight version {end}, not between its start at"
             f" {weight_versions[0]} and the present {weight_versions[-1]}"
         )
-    if not math.isfinite(reward):
+    if tokens not in _TOKENS:
+        raise RolloutError(f"{whose()} has {tokens} tokens")
+    if not abs(reward) < _MOST:
         raise DataFailure(f"{whose()} has reward {reward}")
     return replace(sample, reward=reward, tokens=tokens, end_weight_version=end)

@@ -10,10 +10,11 @@ import logging
 import math
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
-from sc_core.calls import in_tree
+from sc_core.calls import ended_from_outside, in_tree
 from sc_core.config import ControllerConfig
 from sc_core.errors import CallTimeout, DataFailure, EndOfPrompts, PromptDropped
 from sc_core.ledger import Cause
@@ -54,6 +55,7 @@ class RolloutPump:
             while True:  # restored prompts, retries, and whatever a closed gate kept waiting
                 await self._state.wait_until(lambda _: self._next_dispatch() is not None)
                 self._dispatch(attempts)
+        raise ended_from_outside("an attempt")
 
     def _dispatch(self, attempts: TaskGroup) -> None:
         """Start every attempt that may start now."""
@@ -93,6 +95,9 @@ class RolloutPump:
                 except EndOfPrompts:
                     state.end_of_prompts()
                     return
+                except Exception:
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
+                    raise
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)
@@ -133,6 +138,7 @@ class RolloutPump:
             if await self._builder.build(record, weight_version):
                 self._dropped_in_a_row = 0
         except AttemptFailed as failed:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not the attempt
             await self._failed(record, failed.reason)
 
     async def _failed(self, record: LedgerRecord, error: Exception) -> None:

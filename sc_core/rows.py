@@ -10,6 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import anyio
+
 from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import settle
 from sc_core.config import DeadlinesConfig
@@ -60,6 +62,9 @@ class Rows:
         except (DataPlaneError, CallTimeout):
             self.suspects.update(sample_ids)
             await self._clear_suspects()
+            raise
+        except anyio.get_cancelled_exc_class():  # by something outside this run: settle is shielded
+            self.suspects.update(sample_ids)
             raise
 
     async def write_back(self, sample_ids: Sequence[SampleId], fields: Columns) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from sc_core.advantage import AdvantageStage
@@ -54,7 +55,7 @@ class TrainPump:
         self._groups_per_chunk = (
             config.async_rl.min_groups_for_streaming_train or self._groups_per_step
         )
-        self._saved: tuple[int, int] | None = None  #: step and commits of the last bundle
+        self._saved: tuple[int, ...] | None = None  #: `_progress` at the last bundle
         self._lasting_step: int | None = None  #: of the last bundle that is not `ft_only`
         self._resumed_metrics: Mapping[str, float | None] = {}
         self._longest_step_s = 0.0  #: without waiting for groups
@@ -84,7 +85,9 @@ class TrainPump:
                 break
             busy = lap.seconds["timing/train/total_step_time"]
             busy -= lap.seconds["timing/train/exposed_generation"]
-            self._longest_step_s = max(self._longest_step_s, busy)
+            if busy > self._longest_step_s:
+                self._longest_step_s = busy
+                self._state.touch()  # whoever keeps to the time looks at the reserve
             self._report(lap)
             if self._save_is_due():
                 await self._save()
@@ -255,18 +258,18 @@ class TrainPump:
         is_last = step == self._config.grpo.max_num_steps
         ft_only = not (lasting or on_period or is_last or step == self._lasting_step)
         metrics = self.last_metrics or self._resumed_metrics
-        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
-        await self._window.save(step, numbers, ft_only=ft_only)
+        await self._window.save(step, _numbers(metrics), ft_only=ft_only)
         self._saved = self._progress()
         if not ft_only:
             self._lasting_step = step
 
-    def _progress(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, ...]:
+        """Steps, and what was generated for steps to come."""
         ledger = self._state.ledger
-        return ledger.step, ledger.counters["committed"]
+        return ledger.step, ledger.counters["committed"], ledger.siblings_finished
 
     def _is_unsaved(self, *, step_alone: bool) -> bool:
-        """Whether there were steps since the last bundle, or, not `step_alone`, commits."""
+        """Whether there were steps since the last bundle, or, not `step_alone`, any progress."""
         now = self._progress()
         return self._saved is None or (
             self._saved[0] != now[0] if step_alone else self._saved != now
@@ -305,3 +308,13 @@ class TrainPump:
             timings = self._window.timings
             self.last_metrics |= {f"timing/rollout_checkpoint/{k}": v for k, v in timings.items()}
         self._metrics.write(self.last_metrics)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are numbers, also of other libraries; a bundle is ranked by one of them."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(value, str):
+            with suppress(TypeError, ValueError, OverflowError):
+                numbers[name] = float(value)
+    return numbers

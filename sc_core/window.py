@@ -13,7 +13,7 @@ import anyio
 
 from sc_core.barrier import CheckpointBarrier
 from sc_core.bundle import BundleStore, Staged
-from sc_core.calls import settle
+from sc_core.calls import ended_from_outside, in_tree, settle
 from sc_core.config import DeadlinesConfig
 from sc_core.cut import cut_digest
 from sc_core.errors import InventoryMismatch, root_cause
@@ -96,9 +96,16 @@ class CheckpointWindow:
             self._deadlines.data_plane_s,
             self._plane.list_sample_ids,
         )
+        checked = False
+
+        async def check() -> None:
+            nonlocal checked
+            await self._runner(check_inventory, cut, listed)
+            checked = True
+
         try:
             async with anyio.create_task_group() as tg:  # nothing changes: both look at the same
-                tg.start_soon(self._runner, check_inventory, cut, listed)
+                tg.start_soon(in_tree, check)
                 with lap("tq_save_seconds"):
                     await settle(
                         "data_plane.save_checkpoint",
@@ -109,6 +116,8 @@ class CheckpointWindow:
                     )
         except ExceptionGroup as group:
             raise root_cause(group) from group
+        if not checked:
+            raise ended_from_outside("the check of the rows")
         return cut, digest
 
 
