@@ -82,7 +82,9 @@ def test_a_cut_survives_the_disk() -> None:
 
 def test_a_field_added_since_has_its_default() -> None:
     older = msgspec.msgpack.decode(encode_cut(a_cut()))
-    del older["suspects"], older["exhausted"], older["groups"][0]["tokens"]
+    del older["suspects"], older["exhausted"]
+    # a default is not written, so a record without the field has the same digest
+    assert "finished" not in older["records"][0] and "tokens" not in older["groups"][0]
     assert decode_cut(msgspec.msgpack.encode(older)) == a_cut(suspects=())
 
 
