@@ -126,6 +126,7 @@ class SingleController:
         )
         self._barrier = CheckpointBarrier()
         self._pump: TrainPump | None = None
+        self._rows: Rows | None = None
         self._begun = False  #: the log says that this incarnation started or resumed
 
     async def run(self) -> RunResult:
@@ -188,6 +189,10 @@ class SingleController:
         """The rows of the data plane that groups, and finished siblings, own at this instant."""
         return frozenset(self._state.ledger.rows())
 
+    def suspects(self) -> frozenset[SampleId]:
+        """Rows that may be there and must not: the next clear, or a restore, takes them away."""
+        return frozenset() if self._rows is None else frozenset(self._rows.suspects)
+
     def statistics(self) -> ControllerStatistics:
         state, ledger = self._state, self._state.ledger
         return ControllerStatistics(
@@ -227,7 +232,7 @@ class SingleController:
         config, ports, state = self._config, self._ports, self._state
         deadlines = config.async_rl.deadlines
         suspects = self._bundle.cut.suspects if self._bundle is not None else ()
-        rows = Rows(plane, self._barrier, deadlines, suspects)
+        self._rows = rows = Rows(plane, self._barrier, deadlines, suspects)
         weights = WeightUpdates(state, ports.weight_sync, config.async_rl)
         window = finaliser = None
         if ports.bundles is not None and config.checkpointing.enabled:

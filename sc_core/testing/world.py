@@ -261,9 +261,7 @@ class MemoryWorld:
             problems.append(f"the barrier is not free: {now.barrier}")
         if now.places_held != sum(record.admitted for record in records):
             problems.append(f"{now.places_held} places are held for {records}")
-        owned = controller.rows()
-        if self.run.store.rows.keys() != owned:
-            odd = sorted(self.run.store.rows.keys() ^ owned)
+        if odd := sorted((self.run.store.rows.keys() ^ controller.rows()) - controller.suspects()):
             problems.append(f"rows are left over or missing: {odd}")
         return problems
 
