@@ -158,6 +158,22 @@ async def test_uncontended_entry_and_leaving_do_not_yield(side: Side) -> None:
     assert not barrier.holds_section()
 
 
+async def test_a_section_says_how_long_it_waited() -> None:
+    barrier = CheckpointBarrier(clock=anyio.current_time)
+    free = barrier.mutation("free")
+    behind, alone = barrier.mutation("behind"), barrier.checkpoint("alone")
+
+    async def enter(section: Any) -> None:
+        async with section:
+            await anyio.sleep(3)
+
+    async with anyio.create_task_group() as tg:
+        for section in (free, alone, behind):
+            tg.start_soon(enter, section)
+            await anyio.sleep(1)
+    assert (free.waited_s, alone.waited_s, behind.waited_s) == (0.0, 2.0, 4.0)
+
+
 async def test_uncontended_entry_leaves_a_pending_cancel_to_the_body() -> None:
     barrier, reached = CheckpointBarrier(), []
     with anyio.CancelScope() as scope:
