@@ -16,6 +16,7 @@ from sc_core.config import AsyncRlConfig as AsyncRlConfig
 from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
 from sc_core.config import GrpoConfig as GrpoConfig
+from sc_core.config import RolloutRecoveryConfig as RolloutRecoveryConfig
 from sc_core.config import decode as decode
 from sc_core.controller import ControllerStatistics as ControllerStatistics
 from sc_core.controller import Ports as Ports
@@ -122,6 +123,7 @@ __all__ = [
     "RestoreError",
     "RestoreOrderError",
     "RolloutError",
+    "RolloutRecoveryConfig",
     "RolloutWorker",
     "RunInUse",
     "RunResult",

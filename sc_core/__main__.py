@@ -320,9 +320,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = top.parse_args(arguments)
     try:
         status: int = args.command(args)
+        sys.stdout.flush()
         return status
     except (UsageError, ConfigError) as exc:
         top.error(str(exc))
+    except BrokenPipeError:  # whoever read this, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ScError, OSError) as exc:
         if args.json:
             show_json({"ok": False, "error": str(exc)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -171,7 +171,19 @@ def decode(data: Mapping[str, Any], into: type[T], *, source: str = "config") ->
         return msgspec.convert(data, into)
     except msgspec.ValidationError as exc:
         cause = exc.__cause__
-        raise ConfigError(f"{source}: {cause if isinstance(cause, ConfigError) else exc}") from exc
+        if isinstance(cause, ConfigError):
+            raise ConfigError(f"{source}: {cause}") from exc
+        raise ConfigError(f"{source}: {exc}{_choices(str(exc), into)}") from exc
+
+
+def _choices(problem: str, into: type[msgspec.Struct]) -> str:
+    """The values that may stand where `problem` says that one may not."""
+    if not problem.startswith("Invalid enum value"):
+        return ""
+    wanted: Any = into
+    for name in problem.rpartition("`$.")[2].rstrip("`").split("."):
+        wanted = next(f.type for f in msgspec.structs.fields(wanted) if f.encode_name == name)
+    return f"; it is one of {', '.join(map(str, get_args(wanted)))}"
 
 
 def _check_keys(data: Mapping[str, Any], into: type[msgspec.Struct], at: str, source: str) -> None:

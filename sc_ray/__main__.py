@@ -46,7 +46,12 @@ _LOOK_EVERY_S = 0.1
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        return int(options.command(options))
+        status = int(options.command(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read this, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except ConfigError as exc:
         return _complain(exc, WRONG_USAGE)
     except (ScError, OSError) as exc:

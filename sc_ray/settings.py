@@ -23,6 +23,7 @@ from sc_core import (
     ConfigError,
     ControllerConfig,
     GrpoConfig,
+    RolloutRecoveryConfig,
     decode,
 )
 from sc_ray.estimators import Baseline
@@ -86,6 +87,7 @@ class TrainConfig(_Settings, frozen=True):
 
     grpo: GrpoConfig = GrpoConfig()
     async_rl: AsyncRlConfig = AsyncRlConfig()
+    rollout_recovery: RolloutRecoveryConfig = RolloutRecoveryConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     task: TaskConfig = TaskConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -119,7 +121,10 @@ class TrainConfig(_Settings, frozen=True):
     def controller(self) -> ControllerConfig:
         """The part that the controller knows."""
         return ControllerConfig(
-            grpo=self.grpo, async_rl=self.async_rl, checkpointing=self.checkpointing
+            grpo=self.grpo,
+            async_rl=self.async_rl,
+            rollout_recovery=self.rollout_recovery,
+            checkpointing=self.checkpointing,
         )
 
     @property
@@ -193,12 +198,20 @@ def _override(data: dict[str, Any], pair: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-3 for text; here it is a number, as everywhere else."""
+    """YAML 1.1 takes 1e-3 for text and 10:00 for 600; here they are a number and text."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"([-+]?\d+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
 

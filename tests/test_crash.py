@@ -360,6 +360,20 @@ def test_the_result_says_how_much_was_explored_and_how_to_see_a_violation_again(
         replay(tiny, "999999")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [["--sample", "0"], ["--processes", "-1"], ["--replay", "abc"], ["--replay", "99999999"]],
+    ids=str,
+)
+def test_wrong_usage_of_the_command_is_status_2(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["in_order-prompt_group", *wrong])
+    assert left.value.code == 2
+    assert ": error: " in capsys.readouterr().err
+
+
 def test_the_command_prints_its_result_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["windowed-prompt_group", "--sample", "8", "--processes", "1"]) == 0
     *_, last = capsys.readouterr().out.splitlines()

@@ -430,6 +430,13 @@ def test_wrong_usage_is_status_2_and_one_line(
     assert printed.count(": error: ") == 1
 
 
+@pytest.mark.parametrize("arguments", ["inspect {}", "inspect {} --json", "audit {}"])
+def test_a_reader_that_has_seen_enough_is_no_error(saved: Path, arguments: str) -> None:
+    command = f"{sys.executable} -m sc_core {arguments.format(saved)} | true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_the_command_loads_none_of_the_world(saved: Path) -> None:
     script = (
         "import sys; from sc_core.__main__ import main; status = main(sys.argv[1:]);"

@@ -18,8 +18,8 @@ from sc_core.testing.scenarios import SCENARIOS, Part, explore_part, parts_of
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sc_core.testing", description=__doc__)
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="all, if none is named")
-    parser.add_argument("--sample", type=int, metavar="N", help="about N points, evenly spread")
-    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument("--sample", type=_count, metavar="N", help="about N points, evenly spread")
+    parser.add_argument("--processes", type=_count, default=2, metavar="N")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     parser.add_argument("--replay", metavar="PATH", help="of one violation, in the one scenario")
     args = parser.parse_args(argv)
@@ -31,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.replay is not None:
         if len(names) != 1:
             parser.error("--replay needs the name of its scenario")
-        return _replay(names[0], args.replay)
+        try:
+            return _replay(names[0], args.replay)
+        except ValueError as exc:
+            parser.error(f"--replay {args.replay}: {exc}")
     began = time.monotonic()
     total = Exploration()
     parts = [part for name in names for part in parts_of(name, args.sample, len(names))]
@@ -48,6 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(names)} scenarios in {seconds:,.0f} s")
         print(total)
     return 1 if total.violation_count else 0
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} is less than 1")
+    return count
 
 
 def _explored(parts: list[Part], processes: int) -> Iterator[tuple[Part, Exploration]]:

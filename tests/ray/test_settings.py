@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sc_core.config import decode
+from sc_core.config import ControllerConfig, decode
 from sc_core.errors import ConfigError
 from sc_ray.settings import TrainConfig, builtin_configs, load_config, to_plain
 
@@ -62,10 +62,17 @@ def test_a_number_is_a_number_however_it_is_written(number: str) -> None:
 
 
 def test_the_controller_gets_its_own_part() -> None:
-    config = load_config("demo", ["grpo.seed=5"])
-    assert config.controller.grpo.seed == 5
-    assert config.controller.async_rl == config.async_rl
-    assert config.controller.checkpointing == config.checkpointing
+    changes = ["grpo.seed=5", "rollout_recovery.default_granularity=sibling"]
+    config = load_config("demo", changes)
+    for section in ControllerConfig.__struct_fields__:
+        assert getattr(config.controller, section) == getattr(config, section)
+    assert config.controller != load_config("demo").controller
+
+
+@pytest.mark.parametrize("budget", ["10:00:00:00", "00:03:45:00"])
+def test_a_time_is_no_number(budget: str) -> None:
+    config = load_config("demo", [f"checkpointing.checkpoint_must_save_by={budget}"])
+    assert config.checkpointing.checkpoint_must_save_by == budget
 
 
 def test_settings_survive_as_plain_data() -> None:
@@ -113,7 +120,11 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ("grpo.seed=a: b: c", "grpo.seed:1: not YAML"),
         ("grpo.max_num_steps=many", "$.grpo.max_num_steps"),
         ("event_loop=twisted", "$.event_loop"),
-        ("async_rl.sampler.name=window", "$.async_rl.sampler.name"),
+        (
+            "async_rl.sampler.name=window",
+            "`$.async_rl.sampler.name`; it is one of in_order, weight_fifo, ready_first, windowed,",
+        ),
+        ("checkpointing.checkpoint_must_save_by=3:45", "is '3:45'; it must be dd:hh:mm:ss"),
         ("generation.workers=0", "generation.workers is 0; it must be at least 1"),
         ("policy.threads=0", "policy.threads is 0"),
         ("cluster.storage_units=0", "cluster.storage_units is 0"),
