@@ -70,6 +70,7 @@ from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
+from sc_core.restore import check_resume as check_resume
 from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
@@ -148,6 +149,7 @@ __all__ = [
     "build_sampler",
     "candidates",
     "check_capacity",
+    "check_resume",
     "check_store",
     "decode",
     "in_thread",

@@ -27,6 +27,7 @@ from sc_core.errors import (
     RestoreError,
     RestoreOrderError,
 )
+from sc_core.manifest import parse_name
 from sc_core.ports import BootstrapDataPlane, Runner
 from sc_core.records import Cut, SampleId
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
@@ -139,17 +140,30 @@ async def restore(
         return ReadyStore(_PROVEN, bundle)
 
 
+def check_resume(store: BundleStore, resume: Literal["auto", "never"] | Path) -> None:
+    """Refuse what needs no look into a bundle; `restore` does so too, once the store is there.
+
+    Raises:
+        ConfigChanged: `never`, and there are bundles; or a path that names none.
+    """
+    present = candidates(store.directory, store.disk) if resume == "never" else ()
+    if present:
+        raise ConfigChanged(
+            f"{store.directory} holds {len(present)} checkpoints: resume from them,"
+            " or choose another directory to start afresh"
+        )
+    if isinstance(resume, Path) and parse_name(resume.name) is None:
+        raise ConfigChanged(
+            f"{resume} is no checkpoint: name one of the step_N in {store.directory}"
+        )
+
+
 def _choose(
     store: BundleStore, resume: Literal["auto", "never"] | Path, refused: dict[str, RestoreError]
 ) -> VerifiedBundle | None:
     """The newest bundle that verifies and is not in `refused`, to which the damaged are added."""
+    check_resume(store, resume)
     if resume == "never":
-        present = candidates(store.directory, store.disk)
-        if present:
-            raise ConfigChanged(
-                f"{store.directory} holds {len(present)} checkpoints: resume from them,"
-                " or choose another directory to start afresh"
-            )
         return None
     if isinstance(resume, Path):
         if resume.name in refused:

@@ -33,6 +33,7 @@ from sc_core import (
     SingleController,
     build_sampler,
     check_capacity,
+    check_resume,
     in_thread,
     restore,
 )
@@ -174,6 +175,7 @@ def setup_single_controller(
     on_exit.callback(remove_leftovers, run_id(run_dir))  # of an actor that did not live to do it
     with ExitStack() as here:
         here.callback(store.close)  # the actor opens it again
+        check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
         generation = _start_generation(config, prepared, on_exit)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
 from sc_core.audit import audit
+from sc_core.bundle import BundleStore
 from sc_core.config import ControllerConfig, decode
 from sc_core.errors import (
     CallTimeout,
@@ -25,6 +27,7 @@ from sc_core.errors import (
 from sc_core.events import Event
 from sc_core.filters import ZeroVarianceFilter
 from sc_core.records import Prompt
+from sc_core.restore import check_resume
 from sc_core.testing import MemoryRun
 
 pytestmark = pytest.mark.anyio
@@ -490,6 +493,25 @@ async def test_a_named_bundle_is_resumed_only_if_nothing_newer_stays_behind() ->
     (resumed,) = (e for e in run.log.events if e.event == "resumed")
     assert resumed.step == 3
     assert fates(run)["trained"] > 48
+
+
+@pytest.mark.parametrize(
+    ("resume", "problem"),
+    [("never", "holds 4 checkpoints"), (Path("/checkpoints"), "/checkpoints is no checkpoint")],
+)
+async def test_what_can_t_be_resumed_is_refused_before_a_store_is_needed(
+    resume: Any, problem: str
+) -> None:
+    run = MemoryRun(settings(), range(500))
+    await run.run()
+    store = BundleStore(run.directory, disk=run.disk)
+    with pytest.raises(ConfigChanged, match=problem):
+        check_resume(store, resume)
+    run.resume = resume
+    with pytest.raises(ConfigChanged, match=problem):
+        await run.run()
+    check_resume(store, "auto")
+    check_resume(store, run.directory / "step_12")
 
 
 async def test_another_runs_bundle_is_refused_as_its_log_is_elsewhere() -> None:
