@@ -335,7 +335,7 @@ RATIOS = {
 
 
 async def measure(backend: str, quick: bool) -> dict[str, list[float]]:
-    groups, rounds = (GROUPS_PER_STEP * 4, 3) if quick else (GROUPS_PER_STEP * 16, 9)
+    groups, rounds = (GROUPS_PER_STEP * 4, 3) if quick else (GROUPS_PER_STEP * 16, 21)
     samples = await interleaved(
         {
             "controller, G = 1, per group": partial(controlled, groups, 1),

@@ -51,4 +51,6 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
         raise RolloutError(f"{whose()} has {tokens} tokens")
     if not abs(reward) < _MOST:
         raise DataFailure(f"{whose()} has reward {reward}")
+    if reward is sample.reward and tokens is sample.tokens and end is sample.end_weight_version:
+        return sample
     return replace(sample, reward=reward, tokens=tokens, end_weight_version=end)
