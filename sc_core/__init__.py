@@ -25,6 +25,7 @@ from sc_core.controller import SingleController as SingleController
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
+from sc_core.errors import CallFailed as CallFailed
 from sc_core.errors import CallTimeout as CallTimeout
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
@@ -41,6 +42,7 @@ from sc_core.errors import SaveError as SaveError
 from sc_core.errors import ScError as ScError
 from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
+from sc_core.errors import WrongAnswer as WrongAnswer
 from sc_core.errors import root_cause as root_cause
 from sc_core.events import JsonlEventLog as JsonlEventLog
 from sc_core.events import JsonlMetrics as JsonlMetrics
@@ -90,6 +92,7 @@ __all__ = [
     "BootstrapDataPlane",
     "BundleDamaged",
     "BundleStore",
+    "CallFailed",
     "CallTimeout",
     "CheckpointBarrier",
     "CheckpointingConfig",
@@ -143,6 +146,7 @@ __all__ = [
     "WeightSync",
     "WeightSyncError",
     "WorkerDied",
+    "WrongAnswer",
     "ZeroVarianceFilter",
     "audit",
     "audit_run",

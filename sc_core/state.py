@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from sc_core.calls import ended_from_outside, failed
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
@@ -174,6 +175,10 @@ class RunState:
 
     # the run --------------------------------------------------------------------------
 
+    def record(self, kind: EventKind, **fields: Any) -> None:
+        """Tell the event log of something that changes neither ledger nor places."""
+        self._append_many(kind, [fields])
+
     def open_gate(self) -> None:
         """Engines have confirmed the current version: dispatching may go on."""
         self.gate_closed_for = None
@@ -219,7 +224,12 @@ class RunState:
             else:
                 self.events.append_many(kind, each)
         except Exception as exc:
-            self.log_failure = exc
+            self.log_failure = failed(f"appending {kind} to the event log", exc)
+            raise self.log_failure from exc
+        except BaseException as exc:  # of a cancel that no await was there for
+            call = f"appending {kind} to the event log"
+            self.log_failure = ended_from_outside(call)
+            exc.add_note(call)
             raise
 
     def require_log(self) -> None:

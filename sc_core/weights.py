@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from sc_core.calls import settle
 from sc_core.config import AsyncRlConfig
-from sc_core.errors import WeightSyncError
 from sc_core.ports import WeightSync
+from sc_core.returned import check_confirmed
 from sc_core.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,7 @@ class WeightUpdates:
                 logger.error("engines may still be paused: %s", exc)
             raise
         await self._call("resume", self._sync.resume)
-        wrong = {engine: at for engine, at in confirmed.items() if at != version}
-        if wrong or not confirmed:
-            raise WeightSyncError(
-                f"weight version {version} was not confirmed by every engine:"
-                f" {wrong or 'no engine answered'}"
-            )
+        check_confirmed(confirmed, version)
         state.open_gate()
 
     async def _call(self, name: str, work: Callable[[], Awaitable[R]]) -> R:

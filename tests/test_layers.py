@@ -13,7 +13,7 @@ ROOT = Path(sc_core.__file__).parent
 LAYERS = [
     {"errors"},
     {"records", "config"},
-    {"ports", "disk", "calls"},
+    {"ports", "disk", "calls", "returned"},
     {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
     {"counts", "books"},
     {"cut"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"conservation"},
     {"ledger"},
     {"samplers"},
-    {"state", "rows", "bundle", "verify", "returned"},
+    {"state", "rows", "bundle", "verify"},
     {"retention", "advantage", "weights", "watchdog", "budget", "attempt", "audit"},
     {"finaliser", "rollout"},
     {"window"},

@@ -75,7 +75,9 @@ class MemoryRun:
         self.store = MemoryStore()
         self.trainer = MemoryTrainer(MemoryDataPlane(self.store), disk=self.disk)
         self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
+        self.bootstrap = MemoryBootstrap(self.store, disk=self.disk)
         self.source = ListPrompts(self.prompts, epochs=self.epochs)
+        self.estimator = MeanBaseline()
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
@@ -83,7 +85,7 @@ class MemoryRun:
         """Restore into the fresh store and build the controller of this life."""
         ready = await restore(
             bundles,
-            MemoryBootstrap(self.store, disk=self.disk),
+            self.bootstrap,
             self.config,
             runner=self.runner,
             resume=self.resume,
@@ -99,7 +101,7 @@ class MemoryRun:
             worker=self.engines,
             trainer=self.trainer,
             weight_sync=self.engines,
-            estimator=MeanBaseline(),
+            estimator=self.estimator,
             events=self.log,
             metrics=self.metrics,
             bundles=bundles,
