@@ -32,6 +32,7 @@ from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
+from sc_core.errors import EvaluationFailed as EvaluationFailed
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
@@ -58,6 +59,7 @@ from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
 from sc_core.ports import Trainer as Trainer
+from sc_core.ports import ValidationPrompts as ValidationPrompts
 from sc_core.ports import WeightSync as WeightSync
 from sc_core.records import Batch as Batch
 from sc_core.records import Cut as Cut
@@ -105,6 +107,7 @@ __all__ = [
     "DataPlaneError",
     "DiskLock",
     "EndOfPrompts",
+    "EvaluationFailed",
     "EventSink",
     "Group",
     "GroupFilter",
@@ -138,6 +141,7 @@ __all__ = [
     "SingleController",
     "Stamp",
     "Trainer",
+    "ValidationPrompts",
     "VerifiedBundle",
     "Watched",
     "WeightSync",

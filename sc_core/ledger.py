@@ -17,6 +17,7 @@ from sc_core.index import ReplayIndex
 from sc_core.ordered import OrderedKeys
 from sc_core.records import (
     Cut,
+    Evaluation,
     FinishedSibling,
     Group,
     LedgerRecord,
@@ -63,6 +64,7 @@ class Ledger:
         self._counts = Counts()
         self._next_commit_seq = 0
         self.siblings_finished = 0  #: ahead of their groups, in this process life
+        self.evaluation: Evaluation | None = None  #: the last one, maybe still under way
 
     def __repr__(self) -> str:
         states = ", ".join(f"{count} {state}" for state, count in self._counts.of_state.items())
@@ -323,6 +325,8 @@ class Ledger:
             self.counters["tokens"] += group.tokens
         self.step += 1
         self.weight_version += 1
+        if self.evaluation is not None and self.evaluation.summary is None:
+            self.evaluation = None  # nobody finished it, and nobody can any more
 
     def retarget(self, groups_per_step: int, *, untargeted: bool = False) -> None:
         """Give live groups the lowest targets from the present version on, by ordinal.
@@ -388,6 +392,7 @@ class Ledger:
             sampler_state=dict(sampler_state),
             suspects=tuple(suspects),
             counters=dict(self.counters),
+            evaluation=self.evaluation,
         )
 
     @classmethod
@@ -411,6 +416,7 @@ class Ledger:
         ledger.next_ordinal = cut.next_ordinal
         ledger.step, ledger.weight_version = cut.step, cut.weight_version
         ledger.counters |= cut.counters
+        ledger.evaluation = cut.evaluation
         for record in cut.records:
             if record.state == "in_flight":
                 record = replace(record, state="waiting", attempt=record.attempt + 1)

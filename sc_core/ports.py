@@ -90,6 +90,16 @@ class PromptSource(Protocol):
         """Changes when the same position would mean another prompt."""
 
 
+class ValidationPrompts(Protocol):
+    """Held-out prompts, for evaluation alone."""
+
+    def prompts(self) -> Sequence[Any]:
+        """Their payloads, the same ones in the same order each time."""
+
+    def fingerprint(self) -> str:
+        """Changes when these are other prompts, or in another order."""
+
+
 class RolloutWorker(Protocol):
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """Generate one sibling (0 … G-1) and its reward. Cancelling it frees what it used.

@@ -16,7 +16,7 @@ from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
-from sc_core.records import Group, LedgerRecord, PulledPrompt, SampleId, Stamp
+from sc_core.records import Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
 
@@ -32,7 +32,9 @@ class RunState:
         self.stop_reason: str | None = None  #: set once somebody asked the run to stop
         self.save_requested = False
         self.requests = Watched(0)  #: rollout calls under way, or about to begin
-        self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
+        self.evaluating = 0  #: in-flight slots that an evaluation holds or waits for
+        self.progress = 0
+        """Trained steps, evaluations, syncs and saves so far; what the watchdog looks at."""
         self.log_failure: Exception | None = None  #: why the event log took no more
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
@@ -183,6 +185,12 @@ class RunState:
     def saved(self, **fields: Any) -> None:
         self.progress += 1
         self._emit("checkpoint", **fields)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The evaluation under way is a result further, or finished."""
+        self.ledger.evaluation = evaluation
+        self.progress += evaluation.summary is not None
+        self.touch()
 
     def request_stop(self, reason: str) -> None:
         if self.stop_reason is None:

@@ -21,6 +21,7 @@ from sc_core.testing.events import MemoryEventLog
 from sc_core.testing.ports import (
     Latency,
     ListPrompts,
+    ListValidation,
     MeanBaseline,
     MemoryEngines,
     MemoryMetrics,
@@ -51,6 +52,7 @@ class MemoryRun:
         hooks: Hooks | None = None,
         group_filter: GroupFilter | None = None,
         sampler: Sampler | None = None,
+        held_out: Sequence[Any] | None = None,
     ) -> None:
         self.directory = directory
         self.config = config
@@ -61,6 +63,7 @@ class MemoryRun:
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.held_out = held_out  #: prompts for evaluations; None: no port for them
         self.resume: Literal["auto", "never"] | Path = "auto"
         self.runner: Runner = inline
         self.log = MemoryEventLog()
@@ -105,6 +108,7 @@ class MemoryRun:
             bundles=bundles,
             group_filter=self.group_filter,
             sampler=self.sampler,
+            validation=None if self.held_out is None else ListValidation(self.held_out),
         )
         return SingleController(self.config, ready, ports, runner=self.runner)
 
