@@ -32,7 +32,6 @@ from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
-from sc_core.errors import EvaluationFailed as EvaluationFailed
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
@@ -107,7 +106,6 @@ __all__ = [
     "DataPlaneError",
     "DiskLock",
     "EndOfPrompts",
-    "EvaluationFailed",
     "EventSink",
     "Group",
     "GroupFilter",

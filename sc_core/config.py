@@ -18,8 +18,8 @@ from sc_core.errors import ConfigError
 T = TypeVar("T", bound=msgspec.Struct)
 _BUDGET = re.compile(r"([0-9]{1,3}):([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])")
 VAL_METRICS = ("val/reward", "val/reward_std", "val/prompts", "val/failed", "val/tokens")
-"""Mean reward over prompts; its standard deviation over them; how many were evaluated, and how many
-could not be; generated tokens."""
+"""Mean reward over prompts, and its standard deviation over them, unless all failed; how many were
+evaluated, and how many could not be; generated tokens."""
 SamplerName = Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"]
 
 

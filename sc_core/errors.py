@@ -153,20 +153,6 @@ class PromptDropped(ScError, RuntimeError):
         return f"group {self.group_id} used up its attempts: {self.reason}"
 
 
-class EvaluationFailed(ScError, RuntimeError):
-    """Not one prompt of an evaluation could be evaluated: something is wrong beside the prompts."""
-
-    def __init__(self, step: int, prompts: int, reason: str) -> None:
-        super().__init__(step, prompts, reason)
-        self.step, self.prompts, self.reason = step, prompts, reason
-
-    def __str__(self) -> str:
-        return (
-            f"evaluation after step {self.step}: none of its {self.prompts} prompts could be"
-            f" evaluated; the last failed as {self.reason}. To go on without, set grpo.val_period=0"
-        )
-
-
 class EndOfPrompts(ScError):
     """A prompt source has nothing more to give, in this epoch or any other."""
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from sc_core.calls import in_tree
 from sc_core.config import ControllerConfig
-from sc_core.errors import ConfigError, DataFailure, EvaluationFailed, RolloutError, WorkerDied
+from sc_core.errors import ConfigError, DataFailure, RolloutError, WorkerDied
 from sc_core.ports import RolloutWorker, ValidationPrompts
 from sc_core.records import EvaluatedPrompt, Evaluation, GroupId, Prompt, Sample
 from sc_core.returned import check_sample
@@ -98,9 +98,12 @@ class Evaluator:
         `save` is called when somebody asks for a bundle; requests go on meanwhile. A cancel ends
         all requests, and keeps what is finished in the ledger, as a stop request does.
 
+        Prompts that used up their attempts are counted as `val/failed`, and the other metrics are
+        those of the rest. If there is no rest, `val/reward` is missing, and the run goes on: what
+        is wrong with the held-out prompts alone must not cost it a step, and what is wrong with
+        the engines ends it by the rules of training.
+
         Raises:
-            EvaluationFailed: no prompt could be evaluated. If only some could not, they are
-                counted, and the metrics are those of the others.
             WorkerDied: nobody is left to generate.
         """
         state, began = self._state, anyio.current_time()
@@ -126,7 +129,13 @@ class Evaluator:
         evaluation = self._now()
         summary = _summary(evaluation)
         if not summary["val/prompts"]:
-            raise EvaluationFailed(state.ledger.step, evaluation.prompts, self._reason)
+            logger.error(
+                "evaluation after step %d: none of %d prompts could be evaluated; the last failed"
+                " as %s",
+                state.ledger.step,
+                evaluation.prompts,
+                self._reason,
+            )
         state.evaluated(replace(evaluation, results=(), summary=summary))
         return {**summary, "timing/val/total": anyio.current_time() - began}
 
@@ -260,12 +269,13 @@ def _summary(evaluation: Evaluation) -> dict[str, float]:
     """`VAL_METRICS`, whatever the order of arrival. All are floats, as they are read back."""
     results = sorted(evaluation.results, key=lambda result: result.number)
     means = [math.fsum(one.rewards) / len(one.rewards) for one in results if one.rewards]
-    mean = math.fsum(means) / len(means) if means else math.nan
-    squares = math.fsum((one - mean) ** 2 for one in means)
-    return {
-        "val/reward": mean,
-        "val/reward_std": math.sqrt(squares / len(means)) if means else math.nan,
+    summary = {
         "val/prompts": float(len(means)),
         "val/failed": float(len(results) - len(means)),
         "val/tokens": float(sum(one.tokens for one in results)),
     }
+    if means:
+        mean = math.fsum(means) / len(means)
+        squares = math.fsum((one - mean) ** 2 for one in means)
+        summary |= {"val/reward": mean, "val/reward_std": math.sqrt(squares / len(means))}
+    return summary

@@ -299,7 +299,7 @@ SMALL = (
 )
 REWARDS = """
 def longest(prompt, completion, answer):
-    return len(completion) / 16
+    return min(1.0, len(completion) / 16)
 """
 PATIENCE_S = 300.0
 
