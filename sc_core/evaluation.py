@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import anyio
-import anyio.lowlevel
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
@@ -199,7 +198,6 @@ class Evaluator:
         except WorkerDied:  # nobody is left to try it again
             raise
         except Exception as exc:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
             await self._failed(attempt, group, exc)
             return
         self._release()
@@ -233,7 +231,10 @@ class Evaluator:
         self._state.evaluated(replace(evaluation, results=(*evaluation.results, result)))
 
     async def _generate(self, prompt: Prompt) -> list[Sample]:
-        """All siblings, side by side; the first failure of one is raised, and ends the others."""
+        """All siblings, side by side; the first failure of one is raised, and ends the others.
+
+        What a worker answers to a cancel is no failure: leaving the task group raises the cancel.
+        """
         samples: dict[int, Sample] = {}
         failures: list[Exception] = []
 
@@ -247,9 +248,8 @@ class Evaluator:
         async with anyio.create_task_group() as tg:
             for sibling in range(self._siblings):
                 tg.start_soon(one, sibling)
-        for failure in failures:
-            if isinstance(failure, WorkerDied) or failure is failures[-1]:
-                raise failure
+        if failures:
+            raise next((one for one in failures if isinstance(one, WorkerDied)), failures[0])
         if len(samples) < self._siblings:
             raise RolloutError(f"group {prompt.group_id}: siblings were cancelled outside this run")
         return [samples[sibling] for sibling in range(self._siblings)]

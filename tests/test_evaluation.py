@@ -213,6 +213,22 @@ async def test_a_prompt_has_the_attempts_of_any_other_and_is_then_counted_as_fai
     assert result.counters["infra_failures"] == 0 and fates(run) == {"trained": 24}
 
 
+async def test_a_prompt_that_backs_off_leaves_its_slot_to_the_next() -> None:
+    async def first_fails_once(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal < 0:
+            began.append((prompt.group_id, anyio.current_time()))
+        if prompt.group_id == "val4.0.0":
+            raise ConnectionError("engine went away")
+
+    began: list[tuple[str, float]] = []
+    backoff = {"backoff_base_s": 100, "max_backoff_s": 100}
+    slow = {"max_inflight_prompts": 1, "rollout_failure": backoff}
+    await a_run(script=first_fails_once, async_rl=slow, held_out=2, steps=4).run()
+    assert [group for group, _ in began] == ["val4.0.0", "val4.1.0", "val4.0.1"]
+    (_, first), (_, second), (_, again) = began
+    assert second - first < 50 and again - first >= 100
+
+
 async def test_failed_prompts_have_no_part_in_the_mean() -> None:
     async def one_fails(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal == -6:
@@ -278,10 +294,13 @@ async def test_an_evaluation_in_which_all_fail_has_no_reward_and_says_why(
 
 async def test_a_worker_that_died_ends_the_run() -> None:
     async def dies(prompt: Prompt, sibling: int, version: int) -> None:
-        if prompt.ordinal == -4:
-            raise WorkerDied("every generation worker", "killed")
+        if (prompt.ordinal, sibling) == (-4, 1):
+            raise ConnectionError("engine went away")
         if prompt.ordinal < 0:
-            await anyio.sleep(100)
+            try:
+                await anyio.sleep(100)
+            except anyio.get_cancelled_exc_class():
+                raise WorkerDied("every generation worker", "killed") from None
 
     run = a_run(script=dies, grpo={"num_val_generations_per_prompt": 2})
     with pytest.raises(WorkerDied, match="every generation worker died: killed"):
@@ -337,7 +356,7 @@ def after(count: int, act: Callable[[], None]) -> Any:
 async def test_a_stop_in_mid_evaluation_keeps_what_is_finished_and_a_resume_does_the_rest(
     finished: int,
 ) -> None:
-    run = a_run()
+    run = a_run(async_rl={"rollout_failure": {"max_infra_attempts_per_prompt": 1}})
     run.script = after(finished, lambda: run.controller.stop())  # type: ignore[union-attr]
     run.start_life()
     result = await run.run()
