@@ -372,7 +372,7 @@ class SingleController:
         )
         regenerated = not config.checkpointing.load_replay_buffer
         if self._sampler.stamps_targets and (changed or regenerated):
-            ledger.retarget(ledger.prompts_per_step, untargeted=True)
+            ledger.retarget(untargeted=True)
         state.close_gap()
         await settle(
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)

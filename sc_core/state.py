@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from sc_core.errors import Conservation
-from sc_core.ledger import Cause, Ledger
+from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
 from sc_core.records import Group, LedgerRecord, PulledPrompt, SampleId, Stamp
@@ -80,13 +80,30 @@ class RunState:
         self._emit("redispatched", ordinal=ordinal, group_id=record.group_id, reason=reason)
         return record
 
-    def dropped(self, ordinal: int, reason: str) -> LedgerRecord:
-        record = self.ledger.drop(ordinal, reason)
+    def dropped(
+        self,
+        ordinal: int,
+        reason: str,
+        *,
+        after: Failure | None = None,
+        short_step: int | None = None,
+    ) -> LedgerRecord:
+        record = self.ledger.drop(ordinal, reason, after=after, short_step=short_step)
         if ordinal in self.places:
             self.places.release(ordinal)
         self.close_gap()
-        self._emit("dropped", ordinal=ordinal, group_id=record.group_id, reason=reason)
+        self._emit(
+            "dropped", ordinal=ordinal, group_id=record.group_id, reason=reason, step=short_step
+        )
         return record
+
+    def skipped(self, ordinal: int, after: Failure, reason: str, *, shorten: bool) -> None:
+        """Drop a prompt that used up its attempts; with `shorten` a step goes without it."""
+        step = None
+        if shorten:
+            step = self.ledger.step_to_shorten(ordinal, targeted=self.sampler.stamps_targets)
+        kind = f"{after} failure" if step is None else f"{after} failure, step made shorter"
+        self.dropped(ordinal, f"{kind}: {reason}", after=after, short_step=step)
 
     def close_gap(self) -> None:
         """Let later groups move up where the next step is short of groups and none can come.
@@ -94,9 +111,10 @@ class RunState:
         That is so while more are live than there are places: the settings were changed.
         """
         ledger = self.ledger
-        short = ledger.live_of_target(ledger.weight_version) < ledger.prompts_per_step
+        version = ledger.weight_version
+        short = ledger.live_of_target(version) < ledger.groups_of_target(version)
         if self.sampler.stamps_targets and short and not self.places.free:
-            ledger.retarget(ledger.prompts_per_step)
+            ledger.retarget()
 
     # groups ---------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class MemoryRun:
         *,
         directory: Path = Path("/checkpoints"),
         epochs: int = 1,
+        batch: int = 1,
         latency: Latency = lambda prompt, sibling: 0.0,
         script: Script | None = None,
         hooks: Hooks | None = None,
@@ -56,6 +57,7 @@ class MemoryRun:
         self.config = config
         self.prompts = prompts
         self.epochs = epochs
+        self.batch = batch
         self.latency = latency
         self.script = script
         self.hooks = hooks
@@ -75,7 +77,7 @@ class MemoryRun:
         self.store = MemoryStore()
         self.trainer = MemoryTrainer(MemoryDataPlane(self.store), disk=self.disk)
         self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
-        self.source = ListPrompts(self.prompts, epochs=self.epochs)
+        self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
