@@ -66,6 +66,11 @@ class GroupBuilder:
             return await self._commit_kept(record.ordinal)
         return await self._commit(record, [samples[number] for number in range(self._siblings)])
 
+    def forgo(self, record: LedgerRecord) -> None:
+        """Take back what a dispatch counted for an attempt that is not made."""
+        requests = self._state.requests
+        requests.set(requests.value - (self._siblings - len(record.finished)))
+
     async def drop(self, ordinal: int, reason: str) -> None:
         """Drop a prompt that is not committed, and clear the rows of its finished siblings."""
         record = self._state.ledger.get(ordinal)

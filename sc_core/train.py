@@ -60,6 +60,7 @@ class TrainPump:
         self._resumed_metrics: Mapping[str, float | None] = {}
         self._longest_step_s = 0.0  #: without waiting for groups
         self._evicted = 0
+        self._aborted = state.ledger.counters["aborted"]  #: at the end of the last step
         self.last_metrics: dict[str, Any] = {}
 
     @property
@@ -138,6 +139,7 @@ class TrainPump:
             if not finishing:
                 await self._abandon(step, groups, opened)
             raise
+        self._weights.version_moved()
         await self._clear(groups)
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
@@ -296,8 +298,10 @@ class TrainPump:
 
     def _report(self, lap: Stopwatch) -> None:
         state = self._state
+        before, self._aborted = self._aborted, state.ledger.counters["aborted"]
         self.last_metrics |= {
             **lap.seconds,
+            "train/aborted_stale_inflight_groups": self._aborted - before,
             "rollout/committed_total": state.ledger.counters.get("committed", 0),
             "rollout/skipped_total": state.ledger.counters.get("dropped", 0),
             "rollout/inflight": state.ledger.in_flight_count,
