@@ -25,9 +25,9 @@ MODES = ["in_flight", "drain", "abort_stale"]
 
 
 def windowed(steps: int = 9, **rl: Any) -> ControllerConfig:
-    """K = 1, one group per step and three under way: one may be slow while others train."""
+    """K = 1, one group per step and two under way: one may be slow while others train."""
     return settings(
-        "windowed", p=1, k=1, g=1, steps=steps, async_rl={"max_buffered_rollouts": 3} | rl
+        "windowed", p=1, k=1, g=1, steps=steps, async_rl={"max_buffered_rollouts": 2} | rl
     )
 
 
