@@ -66,6 +66,11 @@ class GroupBuilder:
             return await self._commit_kept(record.ordinal)
         return await self._commit(record, [samples[number] for number in range(self._siblings)])
 
+    def forgo(self, record: LedgerRecord) -> None:
+        """Take back what a dispatch counted for an attempt that is not made."""
+        requests = self._state.requests
+        requests.set(requests.value - (self._siblings - len(record.finished)))
+
     async def drop(self, ordinal: int, drop: Callable[[], object]) -> None:
         """Call `drop` for a prompt that is not committed; clear the rows of finished siblings."""
         record = self._state.ledger.get(ordinal)

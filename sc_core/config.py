@@ -99,7 +99,20 @@ class AsyncRlConfig(_Settings, frozen=True):
     max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
     max_stale_requeues: int = 2
-    weight_sync_mode: Literal["in_flight", "drain"] = "in_flight"
+    weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
+    """What becomes of requests that are under way when the weights move.
+
+    `in_flight`: engines hold them, take the new weights and go on. `drain`: they are waited for,
+    for at most `deadlines.rollout_s + deadlines.weight_sync_s`; new ones, retries and later turns
+    of a conversation wait behind the gate. `abort_stale`: as `in_flight`, but groups that no step
+    could train on any more end at once and free their engines.
+
+    In all of them only `windowed`, and maybe a custom sampler, gives up groups that have become
+    too old, by `on_stale_prompt`: with the first two when they are finished (`evicted`), with
+    `abort_stale` while they are in flight (`aborted`)."""
+    weight_sync_attempts: int = 2
+    """Times that each of pause, transfer and resume is tried in one sync. Not after a timeout:
+    what that call did, or will do yet, is unknown."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
     stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
@@ -170,6 +183,7 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(1, f"{key}max_consecutive_dropped_prompts", in_a_row)
         _at_least(0, f"{key}max_skipped_prompts", failure.max_skipped_prompts)
         _at_least(0, f"{key}replacement_reserve_prompts", failure.replacement_reserve_prompts)
+        _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train

@@ -5,7 +5,7 @@ Each keeps its constructor's arguments in `args`, so it survives pickling betwee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def _some(names: Sequence[str], at_most: int = 3) -> str:
@@ -121,6 +121,18 @@ class RowsNotCleared(DataPlaneError):
 
 class WeightSyncError(ScError, RuntimeError):
     """Engines did not confirm the weight version they were given."""
+
+
+class EnginesFailed(WeightSyncError):
+    """Some engines did not do what they were asked, while the others did."""
+
+    def __init__(self, call: str, failures: Mapping[str, str]) -> None:
+        super().__init__(call, dict(failures))
+        self.call, self.failures = call, dict(failures)
+
+    def __str__(self) -> str:
+        each = (f"{engine}: {self.failures[engine]}" for engine in sorted(self.failures))
+        return f"{self.call} failed on {'; '.join(each)}"
 
 
 class WorkerDied(ScError, RuntimeError):

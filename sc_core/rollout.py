@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -43,10 +44,13 @@ class RolloutPump:
         builder: GroupBuilder,
         *,
         max_inflight: int,
+        build: Callable[[LedgerRecord, int], Awaitable[bool]] | None = None,
     ) -> None:
+        """`build` is called for `builder.build`, which it may end early."""
         self._state = state
         self._source = source
         self._builder = builder
+        self._build = build or builder.build
         self._failures = config.async_rl.rollout_failure
         self._reserve = self._failures.replacement_reserve_prompts
         self._deadlines = config.async_rl.deadlines
@@ -140,7 +144,7 @@ class RolloutPump:
 
     async def _make(self, record: LedgerRecord, weight_version: int) -> None:
         try:
-            if await self._builder.build(record, weight_version):
+            if await self._build(record, weight_version):
                 self._dropped_in_a_row = 0
         except AttemptFailed as failed:
             await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not the attempt

@@ -61,6 +61,7 @@ class TrainPump:
         self._longest_step_s = 0.0  #: without waiting for groups
         self._evicted = 0
         self._dropped = (0, 0)  #: prompts dropped after failures and shortfalls, at the last step
+        self._aborted = state.ledger.counters["aborted"]  #: at the end of the last step
         self.last_metrics: dict[str, Any] = {}
 
     @property
@@ -145,6 +146,7 @@ class TrainPump:
             if not finishing:
                 await self._abandon(step, groups, opened)
             raise
+        self._weights.version_moved()
         await self._clear(groups)
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
@@ -336,8 +338,10 @@ class TrainPump:
 
     def _report(self, lap: Stopwatch) -> None:
         state, counters = self._state, self._state.ledger.counters
+        before, self._aborted = self._aborted, counters["aborted"]
         self.last_metrics |= {
             **lap.seconds,
+            "train/aborted_stale_inflight_groups": self._aborted - before,
             "rollout/committed_total": counters["committed"],
             "rollout/dropped_total": counters["dropped"],
             "rollout/skipped_total": state.ledger.skipped_count,
