@@ -23,7 +23,7 @@ _group_decoder = msgspec.msgpack.Decoder(Group)
 _record_decoder = msgspec.msgpack.Decoder(LedgerRecord)
 _encode = msgspec.msgpack.Encoder().encode
 _MANY = ("records", "groups")  #: the fields that grow with the run
-_LATER = ("evaluation",)  #: fields of a later day: None is left out, so that old digests stay
+_ADDED = ("short_steps", "evaluation")  #: since v1; left out while empty, so old digests stay
 
 
 def encode_cut(cut: Cut) -> bytes:
@@ -35,7 +35,7 @@ def encode_cut(cut: Cut) -> bytes:
     whole: dict[str, Any] = {"type": Cut.__struct_config__.tag}
     try:
         for name in Cut.__struct_fields__:
-            if name not in _LATER or getattr(cut, name) is not None:
+            if name not in _ADDED or getattr(cut, name):
                 whole[name] = getattr(cut, name)
         for name in _MANY:
             whole[name] = [msgspec.Raw(_encode(one)) for one in whole[name]]
@@ -127,6 +127,12 @@ def check_cut(cut: Cut) -> None:
         _check_evaluation(cut.evaluation, cut)
     if cut.sampler == "in_order":
         _check_targets(cut)
+    for version, short in cut.short_steps.items():
+        if version < cut.weight_version or short < 1:
+            raise BundleInconsistent(
+                f"ledger: the step from weight version {version} goes without {short} groups, and"
+                f" the cut is of version {cut.weight_version}"
+            )
 
 
 def _check_records(cut: Cut) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
@@ -117,7 +118,9 @@ class Evaluator:
                 while self._missing and state.stop_reason is None:
                     if state.save_requested:
                         await save()
-                    await state.wait_until(lambda _: self._worth_a_look())
+                    await state.wait_until(
+                        lambda _: self._worth_a_look(), "results of an evaluation"
+                    )
                 tg.cancel_scope.cancel()
         finally:
             self._waiting.clear()
@@ -173,7 +176,9 @@ class Evaluator:
     async def _start_attempts(self, tg: TaskGroup) -> None:
         """Start one in every slot that becomes free, for ever."""
         while True:
-            await self._state.wait_until(lambda _: self._may_start())
+            await self._state.wait_until(
+                lambda _: self._may_start(), "a slot for a held-out prompt"
+            )
             while self._may_start():
                 self._held += 1
                 tg.start_soon(in_tree, self._evaluate, self._waiting.popleft())
@@ -198,6 +203,7 @@ class Evaluator:
         except WorkerDied:  # nobody is left to try it again
             raise
         except Exception as exc:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
             await self._failed(attempt, group, exc)
             return
         self._release()
@@ -231,10 +237,7 @@ class Evaluator:
         self._state.evaluated(replace(evaluation, results=(*evaluation.results, result)))
 
     async def _generate(self, prompt: Prompt) -> list[Sample]:
-        """All siblings, side by side; the first failure of one is raised, and ends the others.
-
-        What a worker answers to a cancel is no failure: leaving the task group raises the cancel.
-        """
+        """All siblings, side by side; the first failure of one is raised, and ends the others."""
         samples: dict[int, Sample] = {}
         failures: list[Exception] = []
 

@@ -163,6 +163,9 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     suspects: tuple[SampleId, ...] = ()  #: rows that may exist and must not; cleared on restore
     counters: Mapping[str, int] = {}  #: totals over the effective history
     evaluation: Evaluation | None = None  #: left out when written, as long as there was none
+    short_steps: Mapping[int, int] = {}
+    """Groups that steps to come go without, by the weight version they start from. Their prompts
+    were dropped after failures, under `on_dropped_prompt: shortfall`."""
 
 
 def rows_of(groups: Iterable[Group], records: Iterable[LedgerRecord]) -> Iterator[SampleId]:

@@ -23,7 +23,7 @@ LAYERS = [
     {"samplers"},
     {"state", "rows", "bundle", "verify", "returned"},
     {"retention", "advantage", "weights", "watchdog", "budget", "attempt", "audit"},
-    {"finaliser", "rollout", "evaluation"},
+    {"finaliser", "rollout", "stale", "evaluation"},
     {"window"},
     {"train", "restore"},
     {"controller", "outlook"},
