@@ -14,7 +14,7 @@ from sc_core.calls import settle
 from sc_core.config import AsyncRlConfig
 from sc_core.errors import WeightSyncError
 from sc_core.ports import WeightSync
-from sc_core.state import RunState
+from sc_core.state import DRAINED, RunState
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -39,7 +39,7 @@ class WeightUpdates:
         """
         state, version = self._state, self._state.ledger.weight_version
         if self._drain:
-            await state.requests.wait_until(lambda under_way: under_way == 0)
+            await state.requests.wait_until(lambda under_way: under_way == 0, DRAINED)
         try:
             await self._call("pause", self._sync.pause)
             confirmed = await self._call("transfer", lambda: self._sync.transfer(version))

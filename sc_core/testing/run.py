@@ -106,7 +106,9 @@ class MemoryRun:
             group_filter=self.group_filter,
             sampler=self.sampler,
         )
-        return SingleController(self.config, ready, ports, runner=self.runner)
+        return SingleController(
+            self.config, ready, ports, runner=self.runner, clock=anyio.current_time
+        )
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
