@@ -85,7 +85,13 @@ class _Case:
         ready = ledger.index.ready_count
         if ready and not lacking if by_target else ready >= self._at_least:
             return self._none_selectable(by_target)
-        return self._nothing_comes(lacking)
+        of_step = ""
+        if by_target:
+            of_step = f" for target {version}"
+            ready = sum(1 for _ in ledger.index.ready_of_target(version))
+        return self._nothing_comes(
+            lacking, f"groups ready{of_step}: {ready}, under way: {len(lacking)}; "
+        )
 
     def _none_selectable(self, by_target: bool) -> str:
         state, ledger = self._state, self._state.ledger
@@ -106,17 +112,15 @@ class _Case:
             return f"{text}; it may wait for {self._oldest(overdue)}"
         return f"{text}; {self._nothing_goes_out()}" if by_target else text
 
-    def _nothing_comes(self, lacking: Sequence[LedgerRecord]) -> str:
+    def _nothing_comes(self, lacking: Sequence[LedgerRecord], so_far: str) -> str:
         """Fewer groups are ready than are needed: look at those who should make them."""
         state, ledger, since = self._state, self._state.ledger, self._since
-        ready = ledger.index.ready_count
         attempts = self._attempts({record.group_id for record in lacking})
         ended = "the source has ended; " if ledger.exhausted else ""
-        under_way = f"{ended}groups ready: {ready}, under way: {len(lacking)}; "
         if any(wait.kind in ("rollout", "call") and self._is_old(wait) for wait in attempts):
-            return under_way + self._oldest(attempts)
+            return ended + so_far + self._oldest(attempts)
         if any(wait.kind == "barrier" for wait in attempts) and self._barrier.statistics().holders:
-            return f"{under_way}they wait for the barrier: {self._holder()}"
+            return f"{ended}{so_far}they wait for the barrier: {self._holder()}"
         failed = since.get("infra_failures", 0) + since.get("data_failures", 0)
         reasons = [*state.last_drops, *state.last_failures]
         if (failed or since.get("dropped")) and not since.get("committed"):
@@ -128,7 +132,7 @@ class _Case:
                 f" {since['dropped']} dropped, so no step is full; {state.last_drops[-1]}"
             )
         if lacking and ledger.in_flight_count:
-            return under_way + self._oldest(attempts)
+            return ended + so_far + self._oldest(attempts)
         return ended + self._nothing_goes_out()
 
     def _nothing_goes_out(self) -> str:

@@ -30,7 +30,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     what: str = ""  #: a port call, a barrier section, a fact
     age_s: float | None = None  #: since when, where that is known
     at_most_s: float | None = None  #: its own deadline
-    where: str = ""  #: function and line of sc_core, then those of the port beyond it
+    where: str = ""  #: file, line and function of sc_core, then those of the port beyond it
     group_id: str | None = None  #: whose attempt it is, or part of one
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def _grow(waits: Sequence[Wait], start: int, lines: list[str], at_most: int) -> 
         others = Counter(f[0].kind for f in same if not any(f is one for one in shown))
         if others:
             kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
-            more = "more, " if shown else ""
+            more = "and " if shown else ""
             lines.append(f"{'  ' * same[0][0].depth}{name}: {more}{kinds}")
 
 
@@ -200,6 +200,5 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _place(frame: FrameType) -> str:
-    module = _module(frame).removeprefix("sc_core.")
-    function = frame.f_code.co_qualname.replace(".<locals>", "")
-    return f"{module}.{function}:{frame.f_lineno}"
+    file = _module(frame).removeprefix("sc_core.").replace(".", "/")
+    return f"{file}.py:{frame.f_lineno} {frame.f_code.co_name}"

@@ -306,7 +306,8 @@ async def test_a_stall_names_what_it_waits_for() -> None:
         }
     )
     run = MemoryRun(config, range(500), script=never)
-    with pytest.raises(StallError, match="no progress for 50 s: groups ready: 3, under way: 1; ro"):
+    match = "no progress for 50 s: groups ready for target 1: 3, under way: 1; rollout of sibling"
+    with pytest.raises(StallError, match=match):
         await run.run()
 
 
