@@ -147,7 +147,7 @@ class GroupBuilder:
             try:
                 async with anyio.create_task_group() as tg:
                     for sibling in others:
-                        tg.start_soon(in_tree, one, sibling)
+                        tg.start_soon(in_tree, one, sibling, name="sibling")
                     await one(first)  # in this task: a group has a task less to pay for
             except BaseExceptionGroup as group:
                 failed, fatal = group.split(AttemptFailed)
@@ -159,7 +159,7 @@ class GroupBuilder:
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         requests = self._state.requests
         try:
-            with anyio.move_on_after(self._rollout_s):
+            with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 read by `waits`
                 return check_sample(
                     await in_tree(self._worker.rollout, prompt, sibling, weight_version),
                     prompt.group_id,

@@ -81,8 +81,8 @@ class RolloutFailureConfig(_Settings, frozen=True):
 
 class StallWatchdogConfig(_Settings, frozen=True):
     stall_timeout_s: float = 3600.0
-    """Without a trained step, a sync or a save. Longer than any deadline below, so that a call
-    that hangs is reported by its own name."""
+    """Without a trained step, an evaluation, a sync or a save. Longer than any deadline below, so
+    that a call that hangs is reported by its own name."""
 
 
 class DeadlinesConfig(_Settings, frozen=True):
@@ -126,6 +126,10 @@ class AsyncRlConfig(_Settings, frozen=True):
     weight_sync_attempts: int = 2
     """Times that each of pause, transfer and resume is tried in one sync. Not after a timeout:
     what that call did, or will do yet, is unknown."""
+    stop_grace_s: float = 600.0
+    """How much longer than the longest step and save so far a stop may take, from the request to
+    the end of the run. Past it the run fails and says what it waits for; a call that is under way
+    then still has until its own deadline."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
     stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()

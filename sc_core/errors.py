@@ -187,6 +187,15 @@ class EndOfPrompts(ScError):
 class StallError(ScError, TimeoutError):
     """Nothing that counts as progress happened for too long; the message is a report."""
 
+    @property
+    def cause(self) -> str:
+        """The first line of the report: what did not happen, for how long, and why."""
+        return str(self).partition("\n")[0]
+
+
+class StopTimeout(StallError):
+    """A stop was asked for, and the run had not ended in time; the message is a report."""
+
 
 class Conservation(ScError, AssertionError):
     """An ordinal is in no state, or in two; or the index and the ledger disagree."""

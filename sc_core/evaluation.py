@@ -114,7 +114,7 @@ class Evaluator:
         state.evaluating = len(missing)
         try:
             async with anyio.create_task_group() as tg:
-                tg.start_soon(in_tree, self._start_attempts, tg)
+                tg.start_soon(in_tree, self._start_attempts, tg, name="evaluation")
                 while self._missing and state.stop_reason is None:
                     if state.save_requested:
                         await save()
@@ -181,7 +181,8 @@ class Evaluator:
             )
             while self._may_start():
                 self._held += 1
-                tg.start_soon(in_tree, self._evaluate, self._waiting.popleft())
+                attempt = self._waiting.popleft()
+                tg.start_soon(in_tree, self._evaluate, attempt, name="held-out prompt")
 
     def _may_start(self) -> bool:
         in_flight = self._state.ledger.in_flight_count

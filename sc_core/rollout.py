@@ -63,9 +63,11 @@ class RolloutPump:
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
         async with anyio.create_task_group() as attempts:
-            attempts.start_soon(in_tree, self._pull, attempts)
+            attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
             while True:  # restored prompts, retries, and whatever a closed gate kept waiting
-                await self._state.wait_until(lambda _: self._next_dispatch() is not None)
+                await self._state.wait_until(
+                    lambda _: self._next_dispatch() is not None, "a prompt that may go out"
+                )
                 self._dispatch(attempts)
         raise ended_from_outside("an attempt")
 
@@ -79,7 +81,7 @@ class RolloutPump:
             if self._free:
                 self._free.pop().give(attempt)
             else:
-                attempts.start_soon(in_tree, self._run_slot, attempt)
+                attempts.start_soon(in_tree, self._run_slot, attempt, name="attempt")
 
     # choosing --------------------------------------------------------------------------
 
@@ -94,9 +96,10 @@ class RolloutPump:
 
     async def _pull(self, attempts: TaskGroup) -> None:
         state, deadline_s = self._state, self._deadlines.source_s
+        call = "source.next_prompt"
         with anyio.CancelScope() as in_time:  # one for all calls: its deadline moves
             while True:
-                await state.wait_until(self._may_pull)
+                await state.wait_until(self._may_pull, "room for one more prompt")
                 if not self._may_pull(state):
                     continue
                 in_time.deadline = anyio.current_time() + deadline_s
@@ -111,7 +114,7 @@ class RolloutPump:
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)
-        raise CallTimeout("source.next_prompt", deadline_s)
+        raise CallTimeout(call, deadline_s)
 
     def _next_dispatch(self) -> tuple[int, Stamp | None] | None:
         """The lowest waiting ordinal that may leave now, with its stamp if it needs one."""
@@ -176,7 +179,8 @@ class RolloutPump:
         self._backing_off.add(ordinal)
         state.retried(ordinal, cause, reason)
         backoff_s = self._failures.backoff_base_s * 2.0 ** min(failed, 100)  # far above any maximum
-        await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
+        backoff_s = min(backoff_s, self._failures.max_backoff_s)
+        await anyio.sleep(backoff_s)
         self._backing_off.remove(ordinal)
         state.touch()
 

@@ -7,6 +7,7 @@ in exactly one state, and the event log says how it got there.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,12 @@ from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
 
+GROUPS_READY = "groups to train on"
+DRAINED = "the end of all rollout requests"
+GATE_OPEN = "the weight gate"
+PUBLISHED = "the bundle under way"
+_REASONS = 3  #: of failures and drops, kept for a report; the event log has all
+
 
 class RunState:
     """The live state of one run."""
@@ -34,7 +41,11 @@ class RunState:
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
         self.engines: tuple[str, ...] | None = None  #: that confirmed the last sync
         self.engines_out: dict[str, str] = {}  #: put out of service, and why
+        self.trained_at: float | None = None  #: when the last step was, on the loop's clock
+        self.last_failures: deque[str] = deque(maxlen=_REASONS)  #: of attempts to be repeated
+        self.last_drops: deque[str] = deque(maxlen=_REASONS)
         self.stop_reason: str | None = None  #: set once somebody asked the run to stop
+        self.save_on_stop = True
         self.save_requested = False
         self.requests = Watched(0)  #: rollout calls under way, or about to begin
         self.evaluating = 0  #: in-flight slots that an evaluation holds or waits for
@@ -44,9 +55,9 @@ class RunState:
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
 
-    async def wait_until(self, accepts: Callable[[RunState], bool]) -> None:
+    async def wait_until(self, accepts: Callable[[RunState], bool], what: str = "") -> None:
         """Return once `accepts` has held; the caller re-checks, and acts without an await."""
-        await self._changes.wait_until(accepts)
+        await self._changes.wait_until(accepts, what)
 
     def touch(self) -> None:
         """Let those who wait look again."""
@@ -84,6 +95,7 @@ class RunState:
 
     def retried(self, ordinal: int, cause: Cause, reason: str) -> LedgerRecord:
         record = self.ledger.retry(ordinal, cause)
+        self.last_failures.append(reason)
         self._emit("redispatched", ordinal=ordinal, group_id=record.group_id, reason=reason)
         return record
 
@@ -101,6 +113,7 @@ class RunState:
 
     def _gone(self, record: LedgerRecord, reason: str, short_step: int | None = None) -> None:
         ordinal = record.ordinal
+        self.last_drops.append(reason)
         if ordinal in self.places:
             self.places.release(ordinal)
         self.close_gap()
@@ -186,6 +199,7 @@ class RunState:
         self.close_gap()
         self.gate_closed_for = f"weight sync of version {self.ledger.weight_version}"
         self.progress += 1
+        self.trained_at = anyio.current_time()
         self._record_each(
             "trained", groups, step=self.ledger.step, weight_version=self.ledger.weight_version
         )
@@ -246,7 +260,9 @@ class RunState:
         self.progress += evaluation.summary is not None
         self.touch()
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, save: bool = True) -> None:
+        """The first reason counts; one request without a save is enough for there to be none."""
+        self.save_on_stop = self.save_on_stop and save
         if self.stop_reason is None:
             self.stop_reason = reason
             self.touch()

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+import anyio.lowlevel
+
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY
@@ -19,7 +21,7 @@ from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
-from sc_core.state import RunState, Stopwatch
+from sc_core.state import GROUPS_READY, RunState, Stopwatch
 from sc_core.weights import WeightUpdates
 from sc_core.window import CheckpointWindow
 
@@ -167,6 +169,7 @@ class TrainPump:
                 if self._drops_short_step:
                     await self._drop_tail()
                 return "exhausted"
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the calls before it were shielded
             finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
@@ -216,7 +219,7 @@ class TrainPump:
             if state.save_requested:
                 await self._save()
                 continue
-            await state.wait_until(lambda _: self._worth_a_look(groups))
+            await state.wait_until(lambda _: self._worth_a_look(groups), GROUPS_READY)
 
     def _worth_a_look(self, groups: Sequence[Group]) -> bool:
         state = self._state

@@ -126,7 +126,9 @@ class MemoryRun:
             fleet=self.engines if self.replaceable else None,
             turns=self.turns,
         )
-        return SingleController(self.config, ready, ports, runner=self.runner)
+        return SingleController(
+            self.config, ready, ports, runner=self.runner, clock=anyio.current_time
+        )
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
