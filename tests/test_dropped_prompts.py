@@ -28,6 +28,7 @@ from sc_core.testing.ports import Script
 from sc_core.verify import verify
 
 pytestmark = pytest.mark.anyio
+on_both = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio-0"], indirect=True)
 STEPS = 6
 
 
@@ -78,6 +79,7 @@ def within_places(run: MemoryRun) -> None:
 @pytest.mark.parametrize(
     ("sampler", "chunk"), [*((sampler, 1) for sampler in SAMPLERS), ("in_order-2", None)]
 )
+@on_both
 async def test_a_dropped_prompt_makes_its_step_shorter(sampler: str, chunk: int | None) -> None:
     config = failing(
         sampler, rl={"min_groups_for_streaming_train": chunk}, on_dropped_prompt="shortfall"
@@ -102,6 +104,7 @@ async def test_a_dropped_prompt_makes_its_step_shorter(sampler: str, chunk: int 
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@on_both
 async def test_no_step_takes_more_than_its_bound_because_another_was_short(sampler: str) -> None:
     """In-order steps have no group too many, and no lag exceeds the bound."""
     config = failing(sampler, on_dropped_prompt="shortfall")
@@ -123,6 +126,7 @@ async def test_no_step_takes_more_than_its_bound_because_another_was_short(sampl
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@on_both
 async def test_the_last_group_of_a_step_is_replaced(sampler: str) -> None:
     config = failing(sampler, on_dropped_prompt="shortfall")
     run = MemoryRun(config, range(500), script=broken(range(12)), latency=lambda *_: 1.0)
@@ -137,6 +141,7 @@ async def test_the_last_group_of_a_step_is_replaced(sampler: str) -> None:
     within_places(run)
 
 
+@on_both
 async def test_a_step_that_waits_only_for_what_was_dropped_closes_at_once() -> None:
     config = failing(rl={"min_groups_for_streaming_train": 1}, on_dropped_prompt="shortfall")
     run = MemoryRun(config, range(500), script=broken({5}, after_s=30))
@@ -154,6 +159,7 @@ async def test_a_step_that_waits_only_for_what_was_dropped_closes_at_once() -> N
     assert closed[1] - began == 30
 
 
+@on_both
 async def test_a_drop_beside_a_full_step_shortens_the_next() -> None:
     """While step 1 trains on all of its groups, one fails that no step is named for."""
     config = failing("ready_first", on_dropped_prompt="shortfall")
@@ -171,6 +177,7 @@ async def test_a_drop_beside_a_full_step_shortens_the_next() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@on_both
 async def test_a_crash_after_a_drop_gives_the_same_shorter_step(sampler: str) -> None:
     """A bundle is asked for at the drop; what failed before it does not fail again."""
 
@@ -213,6 +220,7 @@ async def test_a_crash_after_a_drop_gives_the_same_shorter_step(sampler: str) ->
 
 @pytest.mark.parametrize("per_step", [2, 6])
 @pytest.mark.parametrize("sampler", ["in_order-2", "ready_first"])
+@on_both
 async def test_another_number_of_groups_per_step_keeps_what_is_short(
     sampler: str, per_step: int
 ) -> None:
@@ -237,6 +245,7 @@ async def test_another_number_of_groups_per_step_keeps_what_is_short(
     within_places(run)
 
 
+@on_both
 async def test_what_a_filter_drops_or_time_outdates_is_always_replaced() -> None:
     class Odd(ZeroVarianceFilter):
         def keep(self, rewards: Any) -> bool:
@@ -341,6 +350,7 @@ def test_a_step_that_has_passed_is_not_shortened() -> None:
 # bounds ------------------------------------------------------------------------------------
 
 
+@on_both
 async def test_drops_are_bounded_over_the_whole_history() -> None:
     """Two before the bundle, one that the crash undoes, and two after the resume."""
     config = failing(max_skipped_prompts=3)
@@ -363,12 +373,14 @@ async def test_drops_are_bounded_over_the_whole_history() -> None:
     assert result is not None and result.counters["infra_drops"] == 4
 
 
+@on_both
 async def test_no_skipped_prompts_at_all() -> None:
     run = MemoryRun(failing(max_skipped_prompts=0), range(500), script=broken({7}))
     with pytest.raises(TooManyDropped, match=r"group 7\.0 .* after 0 prompts .* is 0"):
         await run.run()
 
 
+@on_both
 async def test_drops_in_a_row_say_how_many_there_were() -> None:
     config = failing(max_consecutive_dropped_prompts=5)
     run = MemoryRun(config, range(500), script=broken(range(8, 500)))
@@ -377,6 +389,7 @@ async def test_drops_in_a_row_say_how_many_there_were() -> None:
     assert fates(run) == {"trained": 8, "dropped": 5}
 
 
+@on_both
 async def test_both_causes_are_counted_apart() -> None:
     async def script(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal in (3, 9, 12):
@@ -408,6 +421,7 @@ def one_step(failure: Any) -> ControllerConfig:
     [(ConnectionError("away"), [1, 2, 4, 5, 5]), (DataFailure("no image"), [1, 2, 4])],
     ids=["infra", "data"],
 )
+@on_both
 async def test_each_cause_has_its_own_attempts_and_waits_longer_each_time(
     error: Exception, waits: list[float]
 ) -> None:
@@ -433,6 +447,7 @@ async def test_each_cause_has_its_own_attempts_and_waits_longer_each_time(
     assert dropped.group_id == f"2.{len(waits)}"
 
 
+@on_both
 async def test_a_failure_of_one_cause_uses_up_no_attempt_of_the_other() -> None:
     errors: list[Exception] = [
         ConnectionError("away"),
@@ -463,6 +478,7 @@ async def test_a_failure_of_one_cause_uses_up_no_attempt_of_the_other() -> None:
 
 
 @pytest.mark.parametrize("data", [False, True])
+@on_both
 async def test_attempts_survive_restarts(data: bool) -> None:
     """Three lives share four attempts: what was under way at a crash counts as no failure."""
     tried: list[tuple[int, float]] = []
@@ -530,6 +546,7 @@ def slow_source(run: MemoryRun, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("reserve", "waited_s"), [(0, 100), (1, 0), (4, 0)])
+@on_both
 async def test_a_dropped_prompt_is_replaced_without_waiting_for_the_source(
     reserve: int, waited_s: float
 ) -> None:
@@ -577,6 +594,7 @@ def one_by_one(prompt: Prompt, sibling: int) -> float:
 
 
 @pytest.mark.parametrize("sampler", ["in_order-2", "windowed", "ready_first"])
+@on_both
 async def test_a_reserve_waits_outside_of_places_and_changes_no_order(sampler: str) -> None:
     plain = MemoryRun(failing(sampler), range(500), latency=one_by_one)
     assert await plain.run() is not None
@@ -601,6 +619,7 @@ async def test_a_reserve_waits_outside_of_places_and_changes_no_order(sampler: s
     ("sampler", "before", "after"),
     [("in_order-2", 3, 0), ("in_order-2", 1, 3), ("windowed", 3, 1), ("windowed", 0, 2)],
 )
+@on_both
 async def test_a_reserve_survives_a_restart_also_as_another_number(
     sampler: str, before: int, after: int
 ) -> None:
@@ -635,6 +654,7 @@ async def test_a_reserve_survives_a_restart_also_as_another_number(
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@on_both
 async def test_a_reserve_is_trained_before_the_prompts_are_exhausted(sampler: str) -> None:
     config = failing(sampler, replacement_reserve_prompts=5)
     run = MemoryRun(config, range(14), latency=uneven)
