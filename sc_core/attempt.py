@@ -66,6 +66,11 @@ class GroupBuilder:
             return await self._commit_kept(record.ordinal)
         return await self._commit(record, [samples[number] for number in range(self._siblings)])
 
+    def forgo(self, record: LedgerRecord) -> None:
+        """Take back what a dispatch counted for an attempt that is not made."""
+        requests = self._state.requests
+        requests.set(requests.value - (self._siblings - len(record.finished)))
+
     async def drop(self, ordinal: int, drop: Callable[[], object]) -> None:
         """Call `drop` for a prompt that is not committed; clear the rows of finished siblings."""
         record = self._state.ledger.get(ordinal)
@@ -142,7 +147,7 @@ class GroupBuilder:
             try:
                 async with anyio.create_task_group() as tg:
                     for sibling in others:
-                        tg.start_soon(in_tree, one, sibling)
+                        tg.start_soon(in_tree, one, sibling, name="sibling")
                     await one(first)  # in this task: a group has a task less to pay for
             except BaseExceptionGroup as group:
                 failed, fatal = group.split(AttemptFailed)
@@ -154,7 +159,7 @@ class GroupBuilder:
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         requests = self._state.requests
         try:
-            with anyio.move_on_after(self._rollout_s):
+            with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 read by `waits`
                 return check_sample(
                     await in_tree(self._worker.rollout, prompt, sibling, weight_version),
                     prompt.group_id,

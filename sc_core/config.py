@@ -69,8 +69,8 @@ class RolloutFailureConfig(_Settings, frozen=True):
 
 class StallWatchdogConfig(_Settings, frozen=True):
     stall_timeout_s: float = 3600.0
-    """Without a trained step, a sync or a save. Longer than any deadline below, so that a call
-    that hangs is reported by its own name."""
+    """Without a trained step, an evaluation, a sync or a save. Longer than any deadline below, so
+    that a call that hangs is reported by its own name."""
 
 
 class DeadlinesConfig(_Settings, frozen=True):
@@ -100,7 +100,24 @@ class AsyncRlConfig(_Settings, frozen=True):
     max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
     max_stale_requeues: int = 2
-    weight_sync_mode: Literal["in_flight", "drain"] = "in_flight"
+    weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
+    """What becomes of requests that are under way when the weights move.
+
+    `in_flight`: engines hold them, take the new weights and go on. `drain`: they are waited for,
+    for at most `deadlines.rollout_s + deadlines.weight_sync_s`; new ones, retries and later turns
+    of a conversation wait behind the gate. `abort_stale`: as `in_flight`, but groups that no step
+    could train on any more end at once and free their engines.
+
+    In all of them only `windowed`, and maybe a custom sampler, gives up groups that have become
+    too old, by `on_stale_prompt`: with the first two when they are finished (`evicted`), with
+    `abort_stale` while they are in flight (`aborted`)."""
+    weight_sync_attempts: int = 2
+    """Times that each of pause, transfer and resume is tried in one sync. Not after a timeout:
+    what that call did, or will do yet, is unknown."""
+    stop_grace_s: float = 600.0
+    """How much longer than the longest step and save so far a stop may take, from the request to
+    the end of the run. Past it the run fails and says what it waits for; a call that is under way
+    then still has until its own deadline."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
     stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
@@ -171,6 +188,7 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(1, f"{key}max_consecutive_dropped_prompts", in_a_row)
         _at_least(0, f"{key}max_skipped_prompts", failure.max_skipped_prompts)
         _at_least(0, f"{key}replacement_reserve_prompts", failure.replacement_reserve_prompts)
+        _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train

@@ -30,7 +30,7 @@ from sc_core.records import (
 )
 
 Failure = Literal["infra", "data"]
-Cause = Literal["infra", "data", "stale", "commit"]
+Cause = Literal["infra", "data", "commit"]
 COUNTERS = (
     "committed", "trained", "dropped", "evicted", "requeued", "aborted", "redispatched",
     "infra_drops", "data_drops", "shortfall",
@@ -227,10 +227,10 @@ class Ledger:
         """In flight to waiting, as a new attempt with the same target step and finished siblings.
 
         `infra` and `commit` count as failures of the infrastructure, `data` as one of the
-        prompt, `stale` as an abort.
+        prompt.
         """
         old = self._in_state("retry", ordinal, "in_flight")
-        infra, data, stale = old.infra_failures, old.data_failures, old.stale_requeues
+        infra, data = old.infra_failures, old.data_failures
         match cause:
             case "infra" | "commit":
                 infra += 1
@@ -238,9 +238,6 @@ class Ledger:
             case "data":
                 data += 1
                 self.counters["data_failures"] += 1
-            case "stale":
-                stale += 1
-                self.counters["aborted"] += 1
         return self._put(
             replace(
                 old,
@@ -248,7 +245,6 @@ class Ledger:
                 attempt=old.attempt + 1,
                 infra_failures=infra,
                 data_failures=data,
-                stale_requeues=stale,
             )
         )
 
@@ -339,6 +335,15 @@ class Ledger:
         self.index.remove(old.group_id)
         self.counters["evicted"] += 1
         self.counters["requeued"] += 1
+        return self._anew(old)
+
+    def abort(self, ordinal: int, *, requeue: bool) -> LedgerRecord:
+        """In flight to waiting as in `requeue`, without its finished siblings; or dropped."""
+        old = self._in_state("abort", ordinal, "in_flight")
+        self.counters["aborted"] += 1
+        return self._anew(old) if requeue else self.drop(ordinal, "aborted")
+
+    def _anew(self, old: LedgerRecord) -> LedgerRecord:
         target = old.target_step
         if target is not None and target < self.weight_version:
             target = None
@@ -350,6 +355,7 @@ class Ledger:
                 stale_requeues=old.stale_requeues + 1,
                 target_step=target,
                 start_weight_version=None,
+                finished=(),
             )
         )
 

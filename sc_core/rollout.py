@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -43,10 +44,13 @@ class RolloutPump:
         builder: GroupBuilder,
         *,
         max_inflight: int,
+        build: Callable[[LedgerRecord, int], Awaitable[bool]] | None = None,
     ) -> None:
+        """`build` is called for `builder.build`, which it may end early."""
         self._state = state
         self._source = source
         self._builder = builder
+        self._build = build or builder.build
         self._failures = config.async_rl.rollout_failure
         self._reserve = self._failures.replacement_reserve_prompts
         self._deadlines = config.async_rl.deadlines
@@ -58,9 +62,11 @@ class RolloutPump:
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
         async with anyio.create_task_group() as attempts:
-            attempts.start_soon(in_tree, self._pull, attempts)
+            attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
             while True:  # restored prompts, retries, and whatever a closed gate kept waiting
-                await self._state.wait_until(lambda _: self._next_dispatch() is not None)
+                await self._state.wait_until(
+                    lambda _: self._next_dispatch() is not None, "a prompt that may go out"
+                )
                 self._dispatch(attempts)
         raise ended_from_outside("an attempt")
 
@@ -74,7 +80,7 @@ class RolloutPump:
             if self._free:
                 self._free.pop().give(attempt)
             else:
-                attempts.start_soon(in_tree, self._run_slot, attempt)
+                attempts.start_soon(in_tree, self._run_slot, attempt, name="attempt")
 
     # choosing --------------------------------------------------------------------------
 
@@ -89,9 +95,10 @@ class RolloutPump:
 
     async def _pull(self, attempts: TaskGroup) -> None:
         state, deadline_s = self._state, self._deadlines.source_s
+        call = "source.next_prompt"
         with anyio.CancelScope() as in_time:  # one for all calls: its deadline moves
             while True:
-                await state.wait_until(self._may_pull)
+                await state.wait_until(self._may_pull, "room for one more prompt")
                 if not self._may_pull(state):
                     continue
                 in_time.deadline = anyio.current_time() + deadline_s
@@ -106,7 +113,7 @@ class RolloutPump:
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)
-        raise CallTimeout("source.next_prompt", deadline_s)
+        raise CallTimeout(call, deadline_s)
 
     def _next_dispatch(self) -> tuple[int, Stamp | None] | None:
         """The lowest waiting ordinal that may leave now, with its stamp if it needs one."""
@@ -140,7 +147,7 @@ class RolloutPump:
 
     async def _make(self, record: LedgerRecord, weight_version: int) -> None:
         try:
-            if await self._builder.build(record, weight_version):
+            if await self._build(record, weight_version):
                 self._dropped_in_a_row = 0
         except AttemptFailed as failed:
             await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not the attempt
@@ -171,7 +178,8 @@ class RolloutPump:
         self._backing_off.add(ordinal)
         state.retried(ordinal, cause, reason)
         backoff_s = self._failures.backoff_base_s * 2.0 ** min(failed, 100)  # far above any maximum
-        await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
+        backoff_s = min(backoff_s, self._failures.max_backoff_s)
+        await anyio.sleep(backoff_s)
         self._backing_off.remove(ordinal)
         state.touch()
 

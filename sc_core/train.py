@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+import anyio.lowlevel
+
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY
@@ -18,7 +20,7 @@ from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
-from sc_core.state import RunState, Stopwatch
+from sc_core.state import GROUPS_READY, RunState, Stopwatch
 from sc_core.weights import WeightUpdates
 from sc_core.window import CheckpointWindow
 
@@ -61,6 +63,7 @@ class TrainPump:
         self._longest_step_s = 0.0  #: without waiting for groups
         self._evicted = 0
         self._dropped = (0, 0)  #: prompts dropped after failures and shortfalls, at the last step
+        self._aborted = state.ledger.counters["aborted"]  #: at the end of the last step
         self.last_metrics: dict[str, Any] = {}
 
     @property
@@ -136,6 +139,7 @@ class TrainPump:
                 if self._drops_short_step:
                     await self._drop_tail()
                 return "exhausted"
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the calls before it were shielded
             finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
@@ -145,6 +149,7 @@ class TrainPump:
             if not finishing:
                 await self._abandon(step, groups, opened)
             raise
+        self._weights.version_moved()
         await self._clear(groups)
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
@@ -184,7 +189,7 @@ class TrainPump:
             if state.save_requested:
                 await self._save()
                 continue
-            await state.wait_until(lambda _: self._worth_a_look(groups))
+            await state.wait_until(lambda _: self._worth_a_look(groups), GROUPS_READY)
 
     def _worth_a_look(self, groups: Sequence[Group]) -> bool:
         state = self._state
@@ -336,8 +341,10 @@ class TrainPump:
 
     def _report(self, lap: Stopwatch) -> None:
         state, counters = self._state, self._state.ledger.counters
+        before, self._aborted = self._aborted, counters["aborted"]
         self.last_metrics |= {
             **lap.seconds,
+            "train/aborted_stale_inflight_groups": self._aborted - before,
             "rollout/committed_total": counters["committed"],
             "rollout/dropped_total": counters["dropped"],
             "rollout/skipped_total": state.ledger.skipped_count,

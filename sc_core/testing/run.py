@@ -28,6 +28,7 @@ from sc_core.testing.ports import (
     Script,
 )
 from sc_core.verify import candidates, verify
+from sc_core.weights import TurnGate
 
 
 class MemoryRun:
@@ -52,7 +53,12 @@ class MemoryRun:
         hooks: Hooks | None = None,
         group_filter: GroupFilter | None = None,
         sampler: Sampler | None = None,
+        engines: int = 1,
+        replaceable: bool = False,
+        turns: bool = False,
     ) -> None:
+        """`replaceable`: the run goes on without an engine that fails. `turns`: `self.turns` is a
+        `TurnGate` for `script`."""
         self.directory = directory
         self.config = config
         self.prompts = prompts
@@ -63,6 +69,9 @@ class MemoryRun:
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.engine_count = engines
+        self.replaceable = replaceable
+        self._has_turns = turns
         self.resume: Literal["auto", "never"] | Path = "auto"
         self.runner: Runner = inline
         self.log = MemoryEventLog()
@@ -76,7 +85,10 @@ class MemoryRun:
         self.lives += 1
         self.store = MemoryStore()
         self.trainer = MemoryTrainer(MemoryDataPlane(self.store), disk=self.disk)
-        self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
+        self.engines = MemoryEngines(
+            self.trainer, engines=self.engine_count, latency=self.latency, script=self.script
+        )
+        self.turns = TurnGate() if self._has_turns else None
         self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
@@ -107,8 +119,12 @@ class MemoryRun:
             bundles=bundles,
             group_filter=self.group_filter,
             sampler=self.sampler,
+            fleet=self.engines if self.replaceable else None,
+            turns=self.turns,
         )
-        return SingleController(self.config, ready, ports, runner=self.runner)
+        return SingleController(
+            self.config, ready, ports, runner=self.runner, clock=anyio.current_time
+        )
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
