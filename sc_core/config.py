@@ -66,8 +66,9 @@ class RolloutFailureConfig(_Settings, frozen=True):
     on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
     """What follows when a prompt has used up its attempts. `replace`: it is dropped, and the next
     prompt takes its place. `shortfall`: it is dropped, and its step trains one group less: the
-    step it was meant for under `in_order`, else the one being filled. The last group of a step
-    is replaced. `fail`: the run ends. Groups dropped as stale, or by a filter, are replaced."""
+    step it was meant for under `in_order`, the last that could have trained it under
+    `weight_fifo`, else the one being filled. The last group of a step is replaced. `fail`: the
+    run ends. Groups dropped as stale, or by a filter, are always replaced."""
     max_consecutive_dropped_prompts: int = 32
     """Drops after failures, with no commit in between; one more ends the run: it is not the
     prompts."""

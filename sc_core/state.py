@@ -135,9 +135,9 @@ class RunState:
 
     def skipped(self, ordinal: int, after: Failure, reason: str, *, shorten: bool) -> None:
         """Drop a prompt that used up its attempts; with `shorten` a step goes without it."""
-        step = None
-        if shorten:
-            step = self.ledger.step_to_shorten(ordinal, targeted=self.sampler.stamps_targets)
+        step, record = None, self.ledger.get(ordinal)
+        if shorten and record is not None:
+            step = self.ledger.can_shorten(self.sampler.step_of(self.ledger, record))
         kind = f"{after} failure" if step is None else f"{after} failure, step made shorter"
         self.dropped(ordinal, f"{kind}: {reason}", after=after, short_step=step)
 
