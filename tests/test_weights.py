@@ -21,7 +21,7 @@ from sc_core.events import Event
 from sc_core.ledger import Ledger
 from sc_core.places import Places
 from sc_core.records import LedgerRecord, Prompt, PulledPrompt, Stamp
-from sc_core.samplers import Windowed
+from sc_core.samplers import InOrder, Windowed
 from sc_core.stale import StaleAttempts
 from sc_core.state import RunState
 from sc_core.testing import MemoryEngines, MemoryEventLog, MemoryRun, MemoryTrainer
@@ -232,6 +232,17 @@ async def test_an_attempt_that_is_too_old_before_it_begins_sends_nothing() -> No
     stale = StaleAttempts(state, config, Builder(), None, None)  # type: ignore[arg-type]
     assert await stale.build(record, 0) is False
     assert (len(ledger), state.requests.value, state.places.held) == (0, 0, 0)
+
+
+def test_an_aborted_group_whose_step_has_passed_is_meant_for_the_next() -> None:
+    ledger = Ledger(prompts_per_step=1)
+    state = RunState(ledger, Places(2), InOrder(1), MemoryEventLog())
+    state.pulled(PulledPrompt("payload", 1))
+    record = state.dispatched(0, Stamp(target_step=0))
+    ledger.step = ledger.weight_version = 2
+    state.aborted(record, requeue=True, reason="stale")
+    again = ledger.get(0)
+    assert again is not None and (again.state, again.target_step) == ("waiting", 2)
 
 
 async def test_an_abort_looks_at_nothing_but_the_versions_under_way() -> None:
