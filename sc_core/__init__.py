@@ -41,6 +41,8 @@ from sc_core.errors import RolloutError as RolloutError
 from sc_core.errors import RunInUse as RunInUse
 from sc_core.errors import SaveError as SaveError
 from sc_core.errors import ScError as ScError
+from sc_core.errors import StallError as StallError
+from sc_core.errors import StopTimeout as StopTimeout
 from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import root_cause as root_cause
@@ -71,6 +73,7 @@ from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
 from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
+from sc_core.report import StallReport as StallReport
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
 from sc_core.restore import check_resume as check_resume
@@ -143,7 +146,10 @@ __all__ = [
     "ScError",
     "SentStore",
     "SingleController",
+    "StallError",
+    "StallReport",
     "Stamp",
+    "StopTimeout",
     "Trainer",
     "TurnGate",
     "VerifiedBundle",

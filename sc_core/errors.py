@@ -165,12 +165,36 @@ class PromptDropped(ScError, RuntimeError):
         return f"group {self.group_id} used up its attempts: {self.reason}"
 
 
+class TooManyDropped(PromptDropped):
+    """A prompt used up its attempts, and no more may be dropped than were."""
+
+    def __init__(self, group_id: str, reason: str, dropped: str, limit: str) -> None:
+        super().__init__(group_id, reason)
+        self.args = (group_id, reason, dropped, limit)
+        self.dropped, self.limit = dropped, limit
+
+    def __str__(self) -> str:
+        return (
+            f"group {self.group_id} used up its attempts, after {self.dropped};"
+            f" async_rl.rollout_failure.{self.limit}: {self.reason}"
+        )
+
+
 class EndOfPrompts(ScError):
     """A prompt source has nothing more to give, in this epoch or any other."""
 
 
 class StallError(ScError, TimeoutError):
     """Nothing that counts as progress happened for too long; the message is a report."""
+
+    @property
+    def cause(self) -> str:
+        """The first line of the report: what did not happen, for how long, and why."""
+        return str(self).partition("\n")[0]
+
+
+class StopTimeout(StallError):
+    """A stop was asked for, and the run had not ended in time; the message is a report."""
 
 
 class Conservation(ScError, AssertionError):

@@ -34,7 +34,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     ordinal: Count | None = None
     group_id: str | None = None
     step: Count | None = None
-    """The step being made (`selected`, `abandoned`), the target (`dispatched`), else finished."""
+    """The step being made (`selected`, `abandoned`), the target (`dispatched`), the target that
+    goes without it (`dropped`), else finished."""
     weight_version: Count | None = None
     """Of the group's start (`dispatched`, `committed`), else the newest."""
     reason: str | None = None  #: a category, then, after a colon, details

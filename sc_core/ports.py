@@ -218,6 +218,12 @@ class SamplerView(Protocol):
 
     def live_of_target(self, step: int) -> int: ...
 
+    def groups_of_target(self, step: int) -> int:
+        """How many groups that step takes: P, unless it goes without some that failed."""
+
+    def groups_of_next(self, steps: int) -> int:
+        """How many groups the next so many steps take together."""
+
     def in_flight_of_version(self, version: int) -> int:
         """Groups not yet committed (in flight, or waiting for a retry) with this start version."""
 

@@ -17,7 +17,7 @@ from sc_core.calls import settle
 from sc_core.config import AsyncRlConfig
 from sc_core.errors import CallTimeout, EnginesFailed, WeightSyncError, WorkerDied
 from sc_core.ports import EngineFleet, WeightSync
-from sc_core.state import RunState
+from sc_core.state import DRAINED, GATE_OPEN, RunState
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class TurnGate:
         state = self._state
         assert state is not None, "a TurnGate belongs into Ports.turns"
         while state.gate_closed_for is not None:
-            await state.wait_until(_gate_is_open)
+            await state.wait_until(_gate_is_open, GATE_OPEN)
         self.under_way.set(self.under_way.value + 1)
         try:
             yield state.ledger.weight_version
@@ -127,7 +127,7 @@ class WeightUpdates:
     async def _wait_for_requests(self) -> None:
         """Each ends within `rollout_s`, unless it can't be cancelled."""
         with anyio.move_on_after(self._drain_s):
-            await self._requests.wait_until(lambda under_way: under_way == 0)
+            await self._requests.wait_until(lambda under_way: under_way == 0, DRAINED)
             return
         groups = [r.group_id for r in self._state.ledger.records() if r.state == "in_flight"]
         call = f"weight_sync.drain of {self._requests.value} requests (groups {', '.join(groups)})"

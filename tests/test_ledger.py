@@ -328,12 +328,13 @@ def test_retarget_closes_gaps_in_ordinal_order() -> None:
     ledger.drop(1, "test")
     ledger.select(groups[:1])  # an open step of one group: its target is half taken
     ledger.pull(PulledPrompt("not admitted", 7))
-    ledger.retarget(2)
+    ledger.retarget()
     targets = [record.target_step for record in ledger.records()]
     assert targets == [7, 7, 8, 8, 9, None, None]
     assert [group.target_step for group in ledger.index.groups()] == [7, 7, 8, 9]
     ledger.audit()
-    ledger.retarget(3, untargeted=True)
+    ledger.prompts_per_step = 3
+    ledger.retarget(untargeted=True)
     assert [record.target_step for record in ledger.records()] == [7, 7, 7, 8, 8, 8, None]
     ledger.audit()
 
@@ -423,7 +424,7 @@ def test_fewer_groups_per_step_keeps_all() -> None:
     cut = cut_of(ledger_with("committed", "committed", "committed", "committed", target=0))
     ledger = Ledger.restored(cut, prompts_per_step=2, group_size=G)
     assert ledger.prompts_per_step == 2
-    ledger.retarget(2)
+    ledger.retarget()
     assert [record.target_step for record in ledger.records()] == [0, 0, 1, 1]
 
 

@@ -31,10 +31,14 @@ def _hash(*parts: object) -> str:
 
 
 class ListPrompts:
-    """A `PromptSource` over a list, for a number of epochs; a position is a count of prompts."""
+    """A `PromptSource` over a list, for a number of epochs; a position is a count of prompts.
 
-    def __init__(self, prompts: Sequence[Any], *, epochs: int = 1) -> None:
-        self._prompts = list(prompts)
+    As from a loader that drops the last batch if it is short, each epoch ends with the last
+    whole batch of `batch` prompts.
+    """
+
+    def __init__(self, prompts: Sequence[Any], *, epochs: int = 1, batch: int = 1) -> None:
+        self._prompts = list(prompts)[: len(prompts) // batch * batch]
         self._epochs = epochs
         self._next = 0
         self.pulled: list[Any] = []  #: every payload given, in order

@@ -47,6 +47,7 @@ class MemoryRun:
         *,
         directory: Path = Path("/checkpoints"),
         epochs: int = 1,
+        batch: int = 1,
         latency: Latency = lambda prompt, sibling: 0.0,
         script: Script | None = None,
         hooks: Hooks | None = None,
@@ -62,6 +63,7 @@ class MemoryRun:
         self.config = config
         self.prompts = prompts
         self.epochs = epochs
+        self.batch = batch
         self.latency = latency
         self.script = script
         self.hooks = hooks
@@ -87,7 +89,7 @@ class MemoryRun:
             self.trainer, engines=self.engine_count, latency=self.latency, script=self.script
         )
         self.turns = TurnGate() if self._has_turns else None
-        self.source = ListPrompts(self.prompts, epochs=self.epochs)
+        self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
@@ -120,7 +122,9 @@ class MemoryRun:
             fleet=self.engines if self.replaceable else None,
             turns=self.turns,
         )
-        return SingleController(self.config, ready, ports, runner=self.runner)
+        return SingleController(
+            self.config, ready, ports, runner=self.runner, clock=anyio.current_time
+        )
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
