@@ -40,6 +40,7 @@ from sc_core import (
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor, GenerationSpec
 from sc_ray.hosted import EventLoop, in_abandonable_thread
@@ -127,14 +128,21 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             opened.callback(metrics.close)
             trainer = RayTrainer(self.trainer)
             engines = [RayEngine(actor, name=name) for name, actor in self.generation.items()]
-            sync = FileWeightSync(trainer, engines, run_id=run_id(run_dir))
+            sync = FileWeightSync(
+                trainer,
+                engines,
+                run_id=run_id(run_dir),
+                engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
+            )
             opened.callback(sync.close)
+            rollouts = RayRollouts(engines)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
-                worker=RayRollouts(engines),
+                worker=rollouts,
                 trainer=trainer,
                 weight_sync=sync,
+                fleet=RayFleet(sync, rollouts),
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
