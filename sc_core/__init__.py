@@ -25,6 +25,7 @@ from sc_core.controller import SingleController as SingleController
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
+from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallTimeout as CallTimeout
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
@@ -32,6 +33,7 @@ from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
+from sc_core.errors import EnginesFailed as EnginesFailed
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
@@ -52,6 +54,7 @@ from sc_core.ports import AdvantageEstimator as AdvantageEstimator
 from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
 from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
+from sc_core.ports import EngineFleet as EngineFleet
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
 from sc_core.ports import MetricsSink as MetricsSink
@@ -83,6 +86,7 @@ from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
 from sc_core.verify import verify as verify
 from sc_core.watched import Watched as Watched
+from sc_core.weights import TurnGate as TurnGate
 
 __all__ = [
     "AdvantageEstimator",
@@ -93,6 +97,7 @@ __all__ = [
     "BootstrapDataPlane",
     "BundleDamaged",
     "BundleStore",
+    "CallCancelled",
     "CallTimeout",
     "CheckpointBarrier",
     "CheckpointingConfig",
@@ -108,6 +113,8 @@ __all__ = [
     "DataPlaneError",
     "DiskLock",
     "EndOfPrompts",
+    "EngineFleet",
+    "EnginesFailed",
     "EventSink",
     "Group",
     "GroupFilter",
@@ -144,6 +151,7 @@ __all__ = [
     "Stamp",
     "StopTimeout",
     "Trainer",
+    "TurnGate",
     "VerifiedBundle",
     "Watched",
     "WeightSync",

@@ -25,6 +25,7 @@ from sc_core.places import Places
 from sc_core.ports import (
     AdvantageEstimator,
     DataPlane,
+    EngineFleet,
     EventSink,
     GroupFilter,
     MetricsSink,
@@ -41,11 +42,12 @@ from sc_core.restore import ReadyStore, keeps_siblings
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
 from sc_core.samplers import build_sampler, check_capacity
+from sc_core.stale import StaleAttempts
 from sc_core.state import RunState
 from sc_core.train import EndReason, TrainPump
 from sc_core.verify import VerifiedBundle
 from sc_core.watchdog import Watchdog
-from sc_core.weights import WeightUpdates
+from sc_core.weights import TurnGate, WeightUpdates
 from sc_core.window import CheckpointWindow, check_inventory
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     bundles: BundleStore | None = None  #: None, or `checkpointing.enabled: false`: no checkpoints
     group_filter: GroupFilter | None = None
     sampler: Sampler | None = None  #: None: the one that the settings name
+    fleet: EngineFleet | None = None  #: None: the run ends with the first engine that fails
+    turns: TurnGate | None = None  #: for a worker that makes several requests for a sibling
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +93,8 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     gate_closed_for: str | None
     stop_reason: str | None
     barrier: BarrierStatistics
+    engines: tuple[str, ...]  #: that confirmed the last sync
+    engines_out: Mapping[str, str]  #: put out of service since they last confirmed, and why
     last_metrics: Mapping[str, Any]
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
 
@@ -243,6 +249,8 @@ class SingleController:
             gate_closed_for=state.gate_closed_for,
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),
+            engines=state.engines or (),
+            engines_out=dict(state.engines_out),
             last_metrics={} if self._pump is None else self._pump.last_metrics,
             quiet_s=self._watchdog.quiet_s,
         )
@@ -270,7 +278,18 @@ class SingleController:
         deadlines = config.async_rl.deadlines
         suspects = self._bundle.cut.suspects if self._bundle is not None else ()
         self._rows = rows = Rows(plane, self._barrier, deadlines, suspects)
-        weights = WeightUpdates(state, ports.weight_sync, config.async_rl)
+        builder = GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter)
+        stale = None
+        if config.async_rl.weight_sync_mode == "abort_stale":
+            stale = StaleAttempts(state, config.async_rl, builder, rows, self._barrier)
+        weights = WeightUpdates(
+            state,
+            ports.weight_sync,
+            config.async_rl,
+            fleet=ports.fleet,
+            turns=ports.turns,
+            abort_stale=None if stale is None else stale.abort,
+        )
         window = finaliser = None
         if ports.bundles is not None and config.checkpointing.enabled:
             if self._bundle is not None:
@@ -300,8 +319,9 @@ class SingleController:
             state,
             config,
             ports.source,
-            GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter),
+            builder,
             max_inflight=self._max_inflight,
+            build=None if stale is None else stale.build,
         )
         self._pump = TrainPump(
             state,
@@ -421,7 +441,7 @@ class SingleController:
         )
         regenerated = not config.checkpointing.load_replay_buffer
         if self._sampler.stamps_targets and (changed or regenerated):
-            ledger.retarget(ledger.prompts_per_step, untargeted=True)
+            ledger.retarget(untargeted=True)
         state.close_gap()
         await settle(
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
