@@ -112,8 +112,8 @@ class RunState:
         return record
 
     def _gone(self, record: LedgerRecord, reason: str, short_step: int | None = None) -> None:
-        ordinal = record.ordinal
         self.last_drops.append(reason)
+        ordinal = record.ordinal
         if ordinal in self.places:
             self.places.release(ordinal)
         self.close_gap()
