@@ -60,8 +60,8 @@ class AdvantageStage:
         written = 0
         with read, to_estimate, estimated, to_write:  # also when a task never came to start
             async with anyio.create_task_group() as stage:
-                stage.start_soon(in_tree, self._fetch, batch, read)
-                stage.start_soon(in_tree, self._estimate, to_estimate, estimated)
+                stage.start_soon(in_tree, self._fetch, batch, read, name="fetch")
+                stage.start_soon(in_tree, self._estimate, to_estimate, estimated, name="estimate")
                 written = await in_tree(self._write_back, to_write)
         if written < len(batch.sample_ids):
             raise ended_from_outside("the advantage stage")

@@ -33,11 +33,11 @@ async def settle(
             the call answered that with a result, or an error, after all.
         CallFailed: it raised something else than an `ScError`, which arrives as it is.
     """
-    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline_s) as scope:
+    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline_s) as in_time:
         try:
             result = await work()
         except Exception as exc:
-            if scope.cancel_called:
+            if in_time.cancel_called:
                 raise CallTimeout(call, deadline_s) from exc
             if isinstance(exc, ScError):
                 raise
@@ -45,7 +45,7 @@ async def settle(
         except anyio.get_cancelled_exc_class() as exc:
             exc.add_note(call)  # for `in_tree`, if the deadline is not what cancelled it
             raise
-        if not scope.cancel_called:
+        if not in_time.cancel_called:
             if then is not None:
                 then(result)
             return result

@@ -17,7 +17,6 @@ from sc_core.errors import (
     DataPlaneError,
     RolloutError,
     ScError,
-    WeightSyncError,
     WrongAnswer,
 )
 from sc_core.records import GroupId, PulledPrompt, Sample, SampleId
@@ -90,24 +89,6 @@ def check_mapping(answer: object, call: str, expected: str) -> Mapping[str, Any]
     if not isinstance(answer, Mapping):
         raise WrongAnswer(f"{call} returned {_kind(answer)}, not {expected}")
     return answer
-
-
-def check_confirmed(confirmed: object, weight_version: int) -> None:
-    """
-    Raises:
-        WeightSyncError: an engine did not confirm that version, or none did.
-    """
-    if not isinstance(confirmed, Mapping):
-        raise WeightSyncError(
-            f"weight_sync.transfer returned {_kind(confirmed)} for weight version"
-            f" {weight_version}, not the version that each engine confirmed"
-        )
-    wrong = {engine: at for engine, at in confirmed.items() if at != weight_version}
-    if wrong or not confirmed:
-        raise WeightSyncError(
-            f"weight version {weight_version} was not confirmed by every engine:"
-            f" {wrong or 'no engine answered'}"
-        )
 
 
 def check_rows(listed: object, call: str) -> frozenset[SampleId]:

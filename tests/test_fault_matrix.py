@@ -243,7 +243,7 @@ class HostileRun(MemoryRun):
         if self.cell is None:
             return False
         if self.struck.strikes:
-            return self.cell.fault in ALWAYS
+            return "always" in self.cell.fault
         match self.cell.position:
             case "first" | "at a resume":
                 return True
@@ -355,6 +355,7 @@ GOES_ON_ANYWAY = dict.fromkeys(
 )  # fmt: skip
 IGNORED = {"returns rubbish": returns(17)}
 TAKEN = {"returns rubbish": SUCCESS}
+REPEATED = dict.fromkeys(["raises once", "raises after its effect"], SUCCESS)
 CALLS: dict[str, Call] = {
     "engines.rollout": Call(
         r"^group \d+\.\d used up its attempts",
@@ -435,17 +436,19 @@ CALLS: dict[str, Call] = {
         r"trainer\.save|the trainer saved nothing", IN_SAVES, odd={"does nothing": faults.skipped()}
     ),
     "trainer.finalize_save": Call(r"trainer\.finalize_save", IN_SAVES, odd=IGNORED, ends=TAKEN),
-    "engines.pause": Call(r"weight_sync\.pause", odd=IGNORED, ends=TAKEN),
+    "engines.pause": Call(r"weight_sync\.pause", odd=IGNORED, ends=TAKEN | REPEATED),
     "engines.transfer": Call(
         r"weight_sync\.transfer|weight version \d",
         odd={
             "returns None": returns(None),
-            "returns no engine": returns({}),
-            "returns an engine that lags": faults.answers(lambda at: at | {"engine1": -1}),
-            "returns an engine without a version": returns({"engine0": None}),
+            "always returns None": returns(None),
+            "always returns no engine": returns({}),
+            "always returns an engine that lags": faults.answers(lambda at: at | {"engine1": -1}),
+            "always returns an engine without a version": returns({"engine0": None}),
         },
+        ends=REPEATED | {"returns None": SUCCESS},
     ),
-    "engines.resume": Call(r"weight_sync\.resume", odd=IGNORED, ends=TAKEN),
+    "engines.resume": Call(r"weight_sync\.resume", odd=IGNORED, ends=TAKEN | REPEATED),
     "estimator.estimate": Call(
         r"estimator\.estimate",
         at_once=True,
