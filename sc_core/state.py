@@ -18,13 +18,14 @@ from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
-from sc_core.records import Group, LedgerRecord, PulledPrompt, SampleId, Stamp
+from sc_core.records import Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
 
-GROUPS_READY = "groups to train on"  #: these three are what the train pump waits for by predicate
+GROUPS_READY = "groups to train on"
 DRAINED = "the end of all rollout requests"
+GATE_OPEN = "the weight gate"
 PUBLISHED = "the bundle under way"
 _REASONS = 3  #: of failures and drops, kept for a report; the event log has all
 
@@ -47,7 +48,9 @@ class RunState:
         self.save_on_stop = True
         self.save_requested = False
         self.requests = Watched(0)  #: rollout calls under way, or about to begin
-        self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
+        self.evaluating = 0  #: in-flight slots that an evaluation holds or waits for
+        self.progress = 0
+        """Trained steps, evaluations, syncs and saves so far; what the watchdog looks at."""
         self.log_failure: Exception | None = None  #: why the event log took no more
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
@@ -132,9 +135,9 @@ class RunState:
 
     def skipped(self, ordinal: int, after: Failure, reason: str, *, shorten: bool) -> None:
         """Drop a prompt that used up its attempts; with `shorten` a step goes without it."""
-        step = None
-        if shorten:
-            step = self.ledger.step_to_shorten(ordinal, targeted=self.sampler.stamps_targets)
+        step, record = None, self.ledger.get(ordinal)
+        if shorten and record is not None:
+            step = self.ledger.can_shorten(self.sampler.step_of(self.ledger, record))
         kind = f"{after} failure" if step is None else f"{after} failure, step made shorter"
         self.dropped(ordinal, f"{kind}: {reason}", after=after, short_step=step)
 
@@ -250,6 +253,12 @@ class RunState:
     def saved(self, **fields: Any) -> None:
         self.progress += 1
         self._emit("checkpoint", **fields)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The evaluation under way is a result further, or finished."""
+        self.ledger.evaluation = evaluation
+        self.progress += evaluation.summary is not None
+        self.touch()
 
     def request_stop(self, reason: str, *, save: bool = True) -> None:
         """The first reason counts; one request without a save is enough for there to be none."""

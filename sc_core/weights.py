@@ -17,7 +17,7 @@ from sc_core.calls import settle
 from sc_core.config import AsyncRlConfig
 from sc_core.errors import CallTimeout, EnginesFailed, WeightSyncError, WorkerDied
 from sc_core.ports import EngineFleet, WeightSync
-from sc_core.state import DRAINED, RunState
+from sc_core.state import DRAINED, GATE_OPEN, RunState
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class TurnGate:
         state = self._state
         assert state is not None, "a TurnGate belongs into Ports.turns"
         while state.gate_closed_for is not None:
-            await state.wait_until(_gate_is_open, "the weight gate")
+            await state.wait_until(_gate_is_open, GATE_OPEN)
         self.under_way.set(self.under_way.value + 1)
         try:
             yield state.ledger.weight_version
@@ -155,6 +155,8 @@ class WeightUpdates:
                 attempts_left -= 1
                 if attempts_left <= 0:
                     if not isinstance(exc, EnginesFailed):
+                        if isinstance(exc, WeightSyncError):
+                            raise
                         raise WeightSyncError(
                             f"weight_sync.{name} failed: {type(exc).__name__}: {exc}"
                         ) from exc

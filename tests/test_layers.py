@@ -23,7 +23,7 @@ LAYERS = [
     {"samplers"},
     {"state", "rows", "bundle", "verify", "returned", "waits"},
     {"retention", "advantage", "weights", "causes", "budget", "attempt", "audit"},
-    {"finaliser", "rollout", "report", "stale"},
+    {"finaliser", "rollout", "stale", "report", "evaluation"},
     {"window", "watchdog"},
     {"train", "restore"},
     {"controller", "outlook"},

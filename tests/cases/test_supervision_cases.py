@@ -14,7 +14,7 @@ import pytest
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
-from sc_core.errors import PromptDropped, StallError, WorkerDied
+from sc_core.errors import StallError, TooManyDropped, WorkerDied
 from sc_core.ports import SamplerView
 from sc_core.records import Group, Prompt
 from sc_core.samplers import ReadyFirst
@@ -66,7 +66,7 @@ async def test_h06a_all_generation_calls_fail(hangs: bool) -> None:
     run = MemoryRun(settings(deadlines={"rollout_s": 5}), range(10**4), script=dead)
     match = "took longer than 5 s" if hangs else "ConnectionError: every producer is dead"
     # 33 drops in a row, of 3 attempts each, 4 at a time, with back-offs below 2 s in between
-    await ends_with(run, PromptDropped, match, within_s=9 * 3 * 7)
+    await ends_with(run, TooManyDropped, match, within_s=9 * 3 * 7)
     assert run.trainer.trained == []
 
 
