@@ -121,7 +121,9 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             store = open_store(run_dir)
             await runner(store.open)
             opened.callback(store.close)
-            ready = await self.sent.receive(store, runner=runner)
+            ready = await self.sent.receive(
+                store, runner=runner, deadlines=config.controller.async_rl.deadlines
+            )
             events = await runner(JsonlEventLog, run_dir / EVENTS)
             opened.callback(events.close)
             metrics = JsonlMetrics(run_dir / METRICS)
