@@ -158,7 +158,7 @@ def _run(
             console.say(
                 f"{death}; going on from the newest checkpoint, restart {restart} of {most}"
             )
-            run.report("starting", _without_phase(run.path))
+            run.report("starting")
             resume = "auto"
     max_steps = config.grpo.max_num_steps
     bundle = f"step_{result.step}"

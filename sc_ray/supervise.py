@@ -166,7 +166,9 @@ class _View:
             await anyio.sleep(_LOOK_EVERY_S)
 
     async def look(self) -> None:
-        status = await _answered(self._actor.status.remote()) or {}
+        self.show(await _answered(self._actor.status.remote()) or {})
+
+    def show(self, status: Mapping[str, Any]) -> None:
         bundles = published(self._run.path)
         line = step_line(status, self._max_steps)
         if line:
