@@ -79,7 +79,7 @@ class Life:
         """The steps that it has behind it; None: its controller does not run yet."""
         told = last_report(self.run)
         ours = told.get("pid") == self.pid and told.get("state") == "running"
-        return int(told.get("step", 0)) if ours else None
+        return int(told["step"]) if ours and "step" in told else None
 
     @property
     def last_line(self) -> str:

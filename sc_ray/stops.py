@@ -134,14 +134,20 @@ class Stops:
             wrong.append(f"bundles changed from {list(before)} to {list(after)}")
         if not untouched and next(iter(after), None) != f"step_{step}":
             wrong.append(f"step {step} was finished and the bundles are {list(after)}")
-        gone_by = time.monotonic() + _GONE_S
-        while (left := left_behind(self._run)) and time.monotonic() < gone_by:
-            time.sleep(0.1)
-        if moment != "twice":  # the next start removes files of one that left at once
-            wrong += left
-        self._check(wrong, moment)
+        self._check(wrong + self._left(moment), moment)
         shown = ", ".join(after) or "none"
         _say(f"{moment}: ended in {took_s:.1f} s, status {life.status}; checkpoints: {shown}")
+
+    def _left(self, moment: Moment) -> list[str]:
+        """What is still there when it should have gone."""
+        gone_by = time.monotonic() + _GONE_S
+        while True:
+            left = left_behind(self._run)
+            if moment == "twice":  # the next start removes its files
+                left = [each for each in left if each.startswith("pid")]
+            if not left or time.monotonic() > gone_by:
+                return left
+            time.sleep(0.1)
 
     def _check(self, wrong: Sequence[str], moment: str = "the end") -> None:
         if wrong:

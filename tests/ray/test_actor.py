@@ -311,9 +311,7 @@ def test_steering_a_run(start: Callable[[Any], Any], event_loop: EventLoop) -> N
     run = actor.run.remote()
     assert ray.get(actor.ping.remote(), timeout=60) > 0
     ray.get(actor.request_checkpoint.remote(), timeout=60)
-    status = ray.get(actor.status.remote(), timeout=60)
-    if status["state"] == "starting":  # the very first moments
-        status = until_running(actor)
+    status = until_running(actor)
     assert (status["state"], status["step"], status["audit"]) == ("running", 1, "ok")
     ray.get(actor.stop.remote("enough"), timeout=60)
     assert ray.get(run, timeout=60) == RunResult(
@@ -323,9 +321,10 @@ def test_steering_a_run(start: Callable[[Any], Any], event_loop: EventLoop) -> N
 
 
 def until_running(actor: Any) -> dict[str, Any]:
+    """An answer of the controller itself, once it is there."""
     for _ in range(200):
         status: dict[str, Any] = ray.get(actor.status.remote(), timeout=60)
-        if status["state"] != "starting":
+        if status["state"] != "starting" and status["age_s"] == 0:
             return status
         time.sleep(0.05)
     raise AssertionError("the controller never came up")
