@@ -25,6 +25,7 @@ from sc_core.controller import SingleController as SingleController
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
+from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallTimeout as CallTimeout
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
@@ -32,6 +33,7 @@ from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
+from sc_core.errors import EnginesFailed as EnginesFailed
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
@@ -39,6 +41,8 @@ from sc_core.errors import RolloutError as RolloutError
 from sc_core.errors import RunInUse as RunInUse
 from sc_core.errors import SaveError as SaveError
 from sc_core.errors import ScError as ScError
+from sc_core.errors import StallError as StallError
+from sc_core.errors import StopTimeout as StopTimeout
 from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import root_cause as root_cause
@@ -50,6 +54,7 @@ from sc_core.ports import AdvantageEstimator as AdvantageEstimator
 from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
 from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
+from sc_core.ports import EngineFleet as EngineFleet
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
 from sc_core.ports import MetricsSink as MetricsSink
@@ -58,6 +63,7 @@ from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
 from sc_core.ports import Trainer as Trainer
+from sc_core.ports import ValidationPrompts as ValidationPrompts
 from sc_core.ports import WeightSync as WeightSync
 from sc_core.records import Batch as Batch
 from sc_core.records import Cut as Cut
@@ -68,6 +74,7 @@ from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
 from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
+from sc_core.report import StallReport as StallReport
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
 from sc_core.restore import check_resume as check_resume
@@ -80,6 +87,7 @@ from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
 from sc_core.verify import verify as verify
 from sc_core.watched import Watched as Watched
+from sc_core.weights import TurnGate as TurnGate
 
 __all__ = [
     "AdvantageEstimator",
@@ -90,6 +98,7 @@ __all__ = [
     "BootstrapDataPlane",
     "BundleDamaged",
     "BundleStore",
+    "CallCancelled",
     "CallTimeout",
     "CheckpointBarrier",
     "CheckpointingConfig",
@@ -105,6 +114,8 @@ __all__ = [
     "DataPlaneError",
     "DiskLock",
     "EndOfPrompts",
+    "EngineFleet",
+    "EnginesFailed",
     "EventSink",
     "Group",
     "GroupFilter",
@@ -136,8 +147,13 @@ __all__ = [
     "ScError",
     "SentStore",
     "SingleController",
+    "StallError",
+    "StallReport",
     "Stamp",
+    "StopTimeout",
     "Trainer",
+    "TurnGate",
+    "ValidationPrompts",
     "VerifiedBundle",
     "Watched",
     "WeightSync",

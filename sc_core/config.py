@@ -7,6 +7,7 @@ the nearest one that exists.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
@@ -17,6 +18,9 @@ from sc_core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 _BUDGET = re.compile(r"([0-9]{1,3}):([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])")
+VAL_METRICS = ("val/reward", "val/reward_std", "val/prompts", "val/failed", "val/tokens")
+"""Mean reward over prompts, and its standard deviation over them, unless all failed; how many were
+evaluated, and how many could not be; generated tokens."""
 SamplerName = Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"]
 
 
@@ -29,7 +33,21 @@ class GrpoConfig(_Settings, frozen=True):
     num_generations_per_prompt: int = 8  #: siblings per group (G)
     max_num_steps: int = 100
     max_num_epochs: int | None = None  #: passes over the prompts; None: as many as it takes
+    short_last_step: Literal["train", "drop"] = "train"
+    """What becomes of the groups that are left when the prompts have ended and are too few for a
+    step: they make one short step, or are dropped, which the event log records. Steps run on from
+    one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
+    val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
+    val_at_start: bool = False  #: evaluate before the first step, too
+    val_at_end: bool = False  #: and after the last one
+    max_val_samples: int | None = None  #: held-out prompts per evaluation; None: all there are
+    num_val_generations_per_prompt: int = 1
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return bool(self.val_period or self.val_at_start or self.val_at_end)
 
 
 class SamplerConfig(_Settings, frozen=True):
@@ -45,15 +63,27 @@ class RolloutFailureConfig(_Settings, frozen=True):
     max_data_attempts_per_prompt: int = 1
     backoff_base_s: float = 0.5  #: wait before attempt n + 1: base * 2 ** (n - 1)
     max_backoff_s: float = 30.0
-    on_dropped_prompt: Literal["replace", "fail"] = "replace"
+    on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
+    """What follows when a prompt has used up its attempts. `replace`: it is dropped, and the next
+    prompt takes its place. `shortfall`: it is dropped, and its step trains one group less: the
+    step it was meant for under `in_order`, the last that could have trained it under
+    `weight_fifo`, else the one being filled. The last group of a step is replaced. `fail`: the
+    run ends. Groups dropped as stale, or by a filter, are always replaced."""
     max_consecutive_dropped_prompts: int = 32
-    """Drops after failures, with no commit in between, that end the run: it is not the prompts."""
+    """Drops after failures, with no commit in between; one more ends the run: it is not the
+    prompts."""
+    max_skipped_prompts: int | None = None
+    """Drops after failures over the whole run, restarts included; one more ends the run. None:
+    no bound."""
+    replacement_reserve_prompts: int = 0
+    """Prompts to have at hand beyond those that the sampler has let in, so that a dropped one is
+    replaced without waiting for a slow source. They hold no places, and are in every bundle."""
 
 
 class StallWatchdogConfig(_Settings, frozen=True):
     stall_timeout_s: float = 3600.0
-    """Without a trained step, a sync or a save. Longer than any deadline below, so that a call
-    that hangs is reported by its own name."""
+    """Without a trained step, an evaluation, a sync or a save. Longer than any deadline below, so
+    that a call that hangs is reported by its own name."""
 
 
 class DeadlinesConfig(_Settings, frozen=True):
@@ -67,6 +97,14 @@ class DeadlinesConfig(_Settings, frozen=True):
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
     disk_s: float = 600.0  #: writing and publishing one bundle
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:  # a wait without a bound is no setting
+                raise ConfigError(
+                    f"async_rl.deadlines.{name} is {seconds}; it must be above 0 and finite"
+                )
+
 
 class AsyncRlConfig(_Settings, frozen=True):
     sampler: SamplerConfig = SamplerConfig()
@@ -75,7 +113,24 @@ class AsyncRlConfig(_Settings, frozen=True):
     max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
     max_stale_requeues: int = 2
-    weight_sync_mode: Literal["in_flight", "drain"] = "in_flight"
+    weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
+    """What becomes of requests that are under way when the weights move.
+
+    `in_flight`: engines hold them, take the new weights and go on. `drain`: they are waited for,
+    for at most `deadlines.rollout_s + deadlines.weight_sync_s`; new ones, retries and later turns
+    of a conversation wait behind the gate. `abort_stale`: as `in_flight`, but groups that no step
+    could train on any more end at once and free their engines.
+
+    In all of them only `windowed`, and maybe a custom sampler, gives up groups that have become
+    too old, by `on_stale_prompt`: with the first two when they are finished (`evicted`), with
+    `abort_stale` while they are in flight (`aborted`)."""
+    weight_sync_attempts: int = 2
+    """Times that each of pause, transfer and resume is tried in one sync. Not after a timeout:
+    what that call did, or will do yet, is unknown."""
+    stop_grace_s: float = 600.0
+    """How much longer than the longest step and save so far a stop may take, from the request to
+    the end of the run. Past it the run fails and says what it waits for; a call that is under way
+    then still has until its own deadline."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
     stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
@@ -92,7 +147,9 @@ class CheckpointingConfig(_Settings, frozen=True):
     """Time from the start of `run()`, of each process life, as `dd:hh:mm:ss`, such as
     "00:03:45:00": a bundle is there by then and the run has ended. It begins to end as much
     earlier as the longest save and the longest step without its waiting for groups took."""
-    metric_name: str | None = None  #: of `keep_top_k`; a bundle without that number comes last
+    metric_name: str | None = None
+    """Of `keep_top_k`; a bundle without that number comes last. `val:reward` is the same as
+    `val/reward`, which only bundles of steps with an evaluation have."""
     higher_is_better: bool = True
     keep_top_k: int | None = None  #: best bundles to keep; None: keep all
     ft_keep_latest_k: int | None = None  #: newest bundles to keep; None: keep all
@@ -107,6 +164,14 @@ class CheckpointingConfig(_Settings, frozen=True):
             raise ConfigError(f"{key} is {budget!r}; it must be dd:hh:mm:ss, such as 00:03:45:00")
         if not self.enabled:
             raise ConfigError(f"{key} is set and checkpointing.enabled is false: nothing is saved")
+
+    @property
+    def ranked_by(self) -> str | None:
+        """`metric_name` as `training_info.json` spells it."""
+        name = self.metric_name
+        if name is None or not name.startswith(("train:", "val:")):
+            return name
+        return name.replace(":", "/", 1)
 
     @property
     def must_save_by_s(self) -> float | None:
@@ -136,13 +201,22 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(1, "grpo.num_generations_per_prompt", grpo.num_generations_per_prompt)
         _at_least(0, "grpo.max_num_steps", grpo.max_num_steps)
         _at_least(1, "grpo.max_num_epochs", grpo.max_num_epochs)
+        _at_least(0, "grpo.val_period", grpo.val_period)
+        _at_least(1, "grpo.max_val_samples", grpo.max_val_samples)
+        generations = grpo.num_val_generations_per_prompt
+        _at_least(1, "grpo.num_val_generations_per_prompt", generations)
+        self._check_metric()
         _at_least(1, "async_rl.max_inflight_prompts", rl.max_inflight_prompts)
         _at_least(1, "async_rl.max_buffered_rollouts", rl.max_buffered_rollouts)
         _at_least(0, "async_rl.sampler.max_staleness_versions", rl.sampler.max_staleness_versions)
         _at_least(0, "async_rl.sampler.max_lookahead_versions", rl.sampler.max_lookahead_versions)
         failure = rl.rollout_failure
         in_a_row = failure.max_consecutive_dropped_prompts
-        _at_least(1, "async_rl.rollout_failure.max_consecutive_dropped_prompts", in_a_row)
+        key = "async_rl.rollout_failure."
+        _at_least(1, f"{key}max_consecutive_dropped_prompts", in_a_row)
+        _at_least(0, f"{key}max_skipped_prompts", failure.max_skipped_prompts)
+        _at_least(0, f"{key}replacement_reserve_prompts", failure.replacement_reserve_prompts)
+        _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train
@@ -152,6 +226,16 @@ class ControllerConfig(_Settings, frozen=True):
                 f"async_rl.min_groups_for_streaming_train is {chunk}, more than the"
                 f" {grpo.num_prompts_per_step} groups of a step (grpo.num_prompts_per_step)"
             )
+
+    def _check_metric(self) -> None:
+        metric = self.checkpointing.ranked_by or ""
+        if not metric.startswith("val/"):
+            return
+        key = f"checkpointing.metric_name is {self.checkpointing.metric_name}"
+        if metric not in VAL_METRICS:
+            raise ConfigError(f"{key}; an evaluation has {', '.join(VAL_METRICS)}")
+        if not self.grpo.evaluates:
+            raise ConfigError(f"{key}, and nothing is evaluated: set grpo.val_period")
 
 
 def _at_least(least: int, key: str, value: int | None) -> None:

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
-from sc_core.records import Batch, Group, Prompt, PulledPrompt, Sample, SampleId, Stamp
+from sc_core.records import (
+    Batch,
+    Group,
+    LedgerRecord,
+    Prompt,
+    PulledPrompt,
+    Sample,
+    SampleId,
+    Stamp,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,6 +99,16 @@ class PromptSource(Protocol):
         """Changes when the same position would mean another prompt."""
 
 
+class ValidationPrompts(Protocol):
+    """Held-out prompts, for evaluation alone."""
+
+    def prompts(self) -> Sequence[Any]:
+        """Their payloads, the same ones in the same order each time."""
+
+    def fingerprint(self) -> str:
+        """Changes when these are other prompts, or in another order."""
+
+
 class RolloutWorker(Protocol):
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """Generate one sibling (0 … G-1) and its reward. Cancelling it frees what it used.
@@ -131,7 +150,18 @@ class Trainer(Protocol):
 
 
 class WeightSync(Protocol):
-    """Moves the trainer's weights to the engines that generate."""
+    """Moves the trainer's weights to the engines that generate.
+
+    Its engines are those that get requests. One that joins between two syncs has confirmed the
+    weights of the last one before its first request; one that joins during a sync comes after
+    it. One that leaves takes part in no further sync.
+
+    Every call may be repeated, and asks all engines, also when one of them fails.
+
+    Raises:
+        EnginesFailed: from each call: these engines failed, and all others have done it.
+        WorkerDied: no engine is left. One that died while others live is left out instead.
+    """
 
     async def pause(self) -> None:
         """Engines hold their requests; nothing is generated until `resume`."""
@@ -141,6 +171,16 @@ class WeightSync(Protocol):
 
     async def resume(self) -> None:
         """Engines go on. Safe to call when nothing is paused."""
+
+
+class EngineFleet(Protocol):
+    """Can go on without an engine that fails; a run that has none ends with its first failure."""
+
+    def put_out(self, engine: str, reason: str) -> int:
+        """Send this engine neither requests nor weights any more; returns how many are left.
+
+        Its requests under way end in a `RolloutError`, and go to others as retries.
+        """
 
 
 class AdvantageEstimator(Protocol):
@@ -197,6 +237,12 @@ class SamplerView(Protocol):
 
     def live_of_target(self, step: int) -> int: ...
 
+    def groups_of_target(self, step: int) -> int:
+        """How many groups that step takes: P, unless it goes without some that failed."""
+
+    def groups_of_next(self, steps: int) -> int:
+        """How many groups the next so many steps take together."""
+
     def in_flight_of_version(self, version: int) -> int:
         """Groups not yet committed (in flight, or waiting for a retry) with this start version."""
 
@@ -225,6 +271,10 @@ class Sampler(Protocol):
 
     def may_abort(self, start_weight_version: int, weight_version: int) -> bool:
         """Whether a group in flight since that version could no longer be selected."""
+
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        """The step that goes without this prompt, by the weight version that it starts from, if
+        the prompt is dropped after failures and not replaced. None: no step counts on it."""
 
     def required_capacity(self, prompts_per_step: int) -> int:
         """Places below which a step could never fill, or the policy could not be kept."""

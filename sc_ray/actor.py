@@ -123,10 +123,13 @@ class SingleControllerActor:
         self._refuse_if_restarted("request_checkpoint")
         self._hosted.call(lambda controller: controller.request_checkpoint())
 
-    async def stop(self, reason: str = "stopped") -> None:
-        """Ask the run to end with a last bundle. Returns at once; `run` returns when it has."""
+    async def stop(self, reason: str = "stopped", checkpoint: bool = True) -> None:
+        """Ask the run to end, with a last bundle unless `checkpoint` is false.
+
+        Returns at once; `run` returns when it has ended.
+        """
         self._refuse_if_restarted("stop")
-        self._hosted.call(lambda controller: controller.stop(reason))
+        self._hosted.call(lambda controller: controller.stop(reason, checkpoint=checkpoint))
 
     def _refuse_if_restarted(self, method: str) -> None:
         if self._restarted:

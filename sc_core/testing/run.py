@@ -21,6 +21,7 @@ from sc_core.testing.events import MemoryEventLog
 from sc_core.testing.ports import (
     Latency,
     ListPrompts,
+    ListValidation,
     MeanBaseline,
     MemoryEngines,
     MemoryMetrics,
@@ -28,6 +29,7 @@ from sc_core.testing.ports import (
     Script,
 )
 from sc_core.verify import candidates, verify
+from sc_core.weights import TurnGate
 
 
 class MemoryRun:
@@ -46,21 +48,33 @@ class MemoryRun:
         *,
         directory: Path = Path("/checkpoints"),
         epochs: int = 1,
+        batch: int = 1,
         latency: Latency = lambda prompt, sibling: 0.0,
         script: Script | None = None,
         hooks: Hooks | None = None,
         group_filter: GroupFilter | None = None,
         sampler: Sampler | None = None,
+        held_out: Sequence[Any] | None = None,
+        engines: int = 1,
+        replaceable: bool = False,
+        turns: bool = False,
     ) -> None:
+        """`replaceable`: the run goes on without an engine that fails. `turns`: `self.turns` is a
+        `TurnGate` for `script`."""
         self.directory = directory
         self.config = config
         self.prompts = prompts
         self.epochs = epochs
+        self.batch = batch
         self.latency = latency
         self.script = script
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.held_out = held_out  #: prompts for evaluations; None: no port for them
+        self.engine_count = engines
+        self.replaceable = replaceable
+        self._has_turns = turns
         self.resume: Literal["auto", "never"] | Path = "auto"
         self.runner: Runner = inline
         self.log = MemoryEventLog()
@@ -74,8 +88,11 @@ class MemoryRun:
         self.lives += 1
         self.store = MemoryStore()
         self.trainer = MemoryTrainer(MemoryDataPlane(self.store), disk=self.disk)
-        self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
-        self.source = ListPrompts(self.prompts, epochs=self.epochs)
+        self.engines = MemoryEngines(
+            self.trainer, engines=self.engine_count, latency=self.latency, script=self.script
+        )
+        self.turns = TurnGate() if self._has_turns else None
+        self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
@@ -105,8 +122,13 @@ class MemoryRun:
             bundles=bundles,
             group_filter=self.group_filter,
             sampler=self.sampler,
+            validation=None if self.held_out is None else ListValidation(self.held_out),
+            fleet=self.engines if self.replaceable else None,
+            turns=self.turns,
         )
-        return SingleController(self.config, ready, ports, runner=self.runner)
+        return SingleController(
+            self.config, ready, ports, runner=self.runner, clock=anyio.current_time
+        )
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0

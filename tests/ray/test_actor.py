@@ -46,8 +46,8 @@ def make_fake() -> type:
             await anyio.sleep(0.05)  # the last bundle
             return RunResult(reason="stopped", step=self.saves, weight_version=0, counters={})
 
-        def stop(self, reason: str = "stopped") -> None:
-            self.stop_reason = reason
+        def stop(self, reason: str = "stopped", *, checkpoint: bool = True) -> None:
+            self.stop_reason = reason if checkpoint else f"{reason}, without a bundle"
             self._news.set()
 
         def request_checkpoint(self) -> None:
@@ -382,9 +382,10 @@ def test_a_second_run_joins_the_first(start: Callable[[Any], Any]) -> None:
     actor = start(make_args())
     runs = [actor.run.remote(), actor.run.remote()]
     until_running(actor)
-    ray.get(actor.stop.remote("enough"), timeout=60)
+    ray.get(actor.stop.remote("enough", checkpoint=False), timeout=60)
     first, second = ray.get(runs, timeout=60)
     assert (first, second.reason) == (second, "stopped")
+    assert until_running(actor)["stop_reason"] == "enough, without a bundle"
 
 
 def test_a_process_that_ray_restarted_refuses_to_go_on(start: Callable[..., Any]) -> None:
