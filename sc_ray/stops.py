@@ -77,7 +77,7 @@ class Stops:
     """One session of stops.
 
     Raises:
-        ScError: from `run`; a start failed, or a stop did not do as it should. Says what.
+        ScError: from `run` and `stop`; a start failed, or a stop did not do as it should.
     """
 
     def __init__(self, run: Path, settings: Sequence[str], *, seed: int) -> None:
@@ -90,7 +90,7 @@ class Stops:
     def run(self, moments: Sequence[Moment], stops: int) -> str:
         """Stop so often, let the last start end, and return the result in one line."""
         for at in range(stops):
-            self._stop(moments[at % len(moments)])
+            self.stop(moments[at % len(moments)])
         newest = _step(next(iter(published(self._run)), "step_0"))
         with self._start(newest + 2) as life:
             status = life.end()
@@ -109,7 +109,8 @@ class Stops:
         asked = [*self._settings, f"event_loop={loop}", f"grpo.max_num_steps={steps}"]
         return Life(self._run, asked, patience_s=_STALLED_S)
 
-    def _stop(self, moment: Moment) -> None:
+    def stop(self, moment: Moment) -> None:
+        """Start the run, stop it at that moment, and check all that a stop promises."""
         before = published(self._run)
         with self._start(100_000) as life:
             if not self._comes(life, moment):

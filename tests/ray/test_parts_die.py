@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from sc_ray import stops
 from sc_ray.chaos import SETTINGS
 from sc_ray.kills import actors_of, descendants
 from sc_ray.lives import Life, what_is_wrong
 from sc_ray.run_directory import last_report, published
+from sc_ray.stops import Stops
 
 AT_ONCE_S = 60.0
 """Of ending: far below the deadlines of calls, which are what an unnoticed death would run into."""
@@ -136,6 +136,13 @@ def test_a_run_does_without_generation_workers_and_nodes_until_the_last(
     assert "WorkerDied: every " in (told := ended(life)), told
 
 
+def test_a_stop_in_the_midst_of_a_save_leaves_a_bundle_and_nothing_else(
+    nodes: TwoNodes, run: Path
+) -> None:
+    Stops(run, [nodes.address], seed=7).stop("finaliser")  # which raises if anything is wrong
+    assert [kind for kind in KINDS if actors_of(nodes.head, kind)] == []
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -148,6 +155,7 @@ def test_a_run_that_can_not_do_without_a_part_ends_at_once(
 ) -> None:
     life = start()
     steps(life, 3)
+    assert life.says("resuming from")
     nodes.kill_one(kind)
     assert words in (told := ended(life)), told
 
@@ -166,14 +174,3 @@ def test_a_controller_that_died_is_followed_by_another_as_often_as_wished(
     assert (life.step or 0) > step - 2
     nodes.kill_one("TransferQueueController")
     assert "TransferQueue's index died: " in (told := ended(life)), told
-
-
-def test_a_stop_in_the_midst_of_a_step_and_of_a_save(
-    nodes: TwoNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["--stops", "2", "--moments", "trainer call,finaliser", "--seed", "7"]
-    status = stops.main(["--out", str(tmp_path / "stops"), *asked, nodes.address])
-    out, err = capsys.readouterr()
-    assert (status, err) == (0, ""), out + err
-    assert re.search("2 stops at 2 kinds of moments: .* every audit clean", out)
-    assert [kind for kind in KINDS if actors_of(nodes.head, kind)] == []
