@@ -181,9 +181,21 @@ class SingleController:
             raise RestoreOrderError("this controller has run; build another one")
         results: list[RunResult] = []
 
+        until_the_end = anyio.CancelScope(shield=True)
+
+        async def stay() -> None:
+            with until_the_end:
+                longest_s = max(msgspec.structs.astuple(self._config.async_rl.deadlines))
+                await self._watchdog.see_end_through(longest_s)
+
         async def tree() -> None:
             self._reporter.root = anyio.get_current_task().id
-            results.append(await in_tree(self._run))
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(stay, name="end in time")
+                try:
+                    results.append(await in_tree(self._run))
+                finally:
+                    until_the_end.cancel()
 
         try:
             # A native asyncio cancel reaches the caller's task, which waits here; the tree is in

@@ -25,6 +25,7 @@ from sc_core.watched import Watched
 logger = logging.getLogger(__name__)
 
 GROUPS_READY = "groups to train on"
+EVALUATED = "the results of an evaluation"
 DRAINED = "the end of all rollout requests"
 GATE_OPEN = "the weight gate"
 PUBLISHED = "the bundle under way"
