@@ -45,6 +45,7 @@ from sc_core.verify import candidates, verify
 
 DEADLINE_S = 20.0  #: of every call
 BOUND_S = 5 * DEADLINE_S + 10  #: from the first fault to the end of a run that fails
+FOR_EVER_S = 1e6
 STEPS = 3
 EVERY_CELL = "SC_EVERY_CELL" in os.environ
 """Every sampler with every position: thrice as many cells. Else the samplers take turns."""
@@ -545,7 +546,10 @@ RESTORE_CALLS: dict[str, Call] = {
     "store.list_sample_ids": Call(
         r"store\.list_sample_ids|rows missing",
         RESUME,
-        odd={"returns None": returns(None), "returns fewer rows": returns(frozenset())},
+        odd={
+            "returns None": returns(None),
+            "returns a row too many": faults.answers(lambda rows: rows | {"9.0_g0"}),
+        },
         ends=IN_OUR_TASK,
     ),
     "disk.read": Call(r"step_1|reading the bundles", RESUME, ends=IN_OUR_TASK),
@@ -624,7 +628,8 @@ async def lived(cell: Cell, odd: Fault | None) -> str:
     if cell.call in RESTORE_CALLS:
         await run.until_the_first_bundle()
     tasks, threads = anyio.get_running_tasks(), threading.enumerate()
-    end = await live(run)
+    with anyio.fail_after(FOR_EVER_S):
+        end = await live(run)
     took_s = anyio.current_time() - run.struck.first_at
     assert run.struck.strikes, f"the fault never struck, and it ended in {end!r}"
     problems = list(check_end(run, end, took_s))
@@ -762,6 +767,19 @@ def test_every_fault_of_a_resume_ends_well_or_with_its_name(
     call: str, record_property: Callable[[str, object], None]
 ) -> None:
     check_cells(call, record_property)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_sample_that_came_after_its_deadline_is_generated_again(backend: str) -> None:
+    async def main() -> None:
+        run = MemoryRun(settings("in_order", "prompt_group"), range(40))
+        late = faults.minds_no_cancel(1.5 * DEADLINE_S)
+        strike(run.engines, "rollout", late, when=lambda number: number == 1)
+        result = await run.run()
+        assert result is not None and result.step == STEPS
+        assert [e.ordinal for e in run.log.events if e.event == "redispatched"] == [0]
+
+    anyio.run(main, backend=backend, backend_options=options(backend))
 
 
 # threads that nothing can end --------------------------------------------------------------
