@@ -68,6 +68,10 @@ from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
 from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
+from sc_core.replay import Difference as Difference
+from sc_core.replay import ReplayReport as ReplayReport
+from sc_core.replay import replay as replay
+from sc_core.replay import replay_run as replay_run
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
 from sc_core.restore import check_resume as check_resume
@@ -103,6 +107,7 @@ __all__ = [
     "DataFailure",
     "DataPlane",
     "DataPlaneError",
+    "Difference",
     "DiskLock",
     "EndOfPrompts",
     "EventSink",
@@ -121,6 +126,7 @@ __all__ = [
     "PromptSource",
     "PulledPrompt",
     "ReadyStore",
+    "ReplayReport",
     "RestoreError",
     "RestoreOrderError",
     "RolloutError",
@@ -155,6 +161,8 @@ __all__ = [
     "in_thread",
     "inline",
     "newest_valid",
+    "replay",
+    "replay_run",
     "restore",
     "root_cause",
     "settle",

@@ -17,6 +17,7 @@ from sc_core.budget import stop_in_time
 from sc_core.bundle import BundleStore
 from sc_core.calls import ended_from_outside, in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
+from sc_core.decisions import DecisionSettings
 from sc_core.errors import RestoreOrderError, root_cause
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
@@ -328,6 +329,9 @@ class SingleController:
         """Bring store, trainer and source to the bundle's instant, before any pump starts."""
         config, ports, state, bundle = self._config, self._ports, self._state, self._bundle
         deadlines, ledger = config.async_rl.deadlines, state.ledger
+        settings = msgspec.to_builtins(
+            DecisionSettings.of(config, state.places.capacity, ports.sampler)
+        )
         listed = await settle(
             "data_plane.list_sample_ids", deadlines.data_plane_s, plane.list_sample_ids
         )
@@ -337,7 +341,7 @@ class SingleController:
                     f"a fresh start found {len(listed)} rows in the data plane: the store was"
                     " touched after it was proven untouched"
                 )
-            ports.events.append("run_started", step=0, weight_version=0)
+            ports.events.append("run_started", step=0, weight_version=0, settings=settings)
             self._begun = True
             return
         cut = bundle.cut
@@ -358,22 +362,10 @@ class SingleController:
             digest=bundle.digest,
             step=cut.step,
             weight_version=cut.weight_version,
+            settings=settings,
         )
         self._begun = True
-        for record in ledger.records():
-            if record.admitted:
-                state.places.restore(record.ordinal)
-        if not config.checkpointing.load_replay_buffer:
-            for group in ledger.index.groups():
-                state.regenerated(group, reason="load_replay_buffer is false")
-        changed = (cut.sampler, cut.prompts_per_step) != (
-            self._sampler.name,
-            ledger.prompts_per_step,
-        )
-        regenerated = not config.checkpointing.load_replay_buffer
-        if self._sampler.stamps_targets and (changed or regenerated):
-            ledger.retarget(ledger.prompts_per_step, untargeted=True)
-        state.close_gap()
+        state.restored(cut, load_replay_buffer=config.checkpointing.load_replay_buffer)
         await settle(
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
         )

@@ -42,6 +42,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     parent_seq: Count | None = None  #: `resumed`: that cut's `event_seq`
     digest: str | None = None  #: `resumed`, `checkpoint`: of the bundle's cut
     path: str | None = None  #: `checkpoint`: where the bundle was published
+    settings: Mapping[str, Any] | None = None
+    """`run_started`, `resumed`: what decisions follow from, as `DecisionSettings` has it."""
 
 
 _decode = msgspec.json.Decoder(Event).decode

@@ -273,6 +273,6 @@ class Runner(Protocol):
 
 EventKind = Literal[
     "run_started", "resumed", "admitted", "dispatched", "committed", "selected", "abandoned",
-    "trained", "dropped", "evicted", "aborted", "redispatched", "weight_sync", "checkpoint",
-    "stopped",
+    "trained", "dropped", "evicted", "aborted", "redispatched", "exhausted", "weight_sync",
+    "checkpoint", "stopped",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
-from sc_core.records import Group, LedgerRecord, PulledPrompt, SampleId, Stamp
+from sc_core.records import Cut, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
 
@@ -60,7 +60,7 @@ class RunState:
 
     def end_of_prompts(self) -> None:
         self.ledger.end_of_prompts()
-        self.touch()
+        self._emit("exhausted")
 
     def dispatched(self, ordinal: int, stamp: Stamp | None) -> LedgerRecord:
         if ordinal not in self.places:
@@ -173,6 +173,25 @@ class RunState:
         self._emit("redispatched", ordinal=group.ordinal, group_id=record.group_id, reason=reason)
 
     # the run --------------------------------------------------------------------------
+
+    def restored(self, cut: Cut, *, load_replay_buffer: bool) -> None:
+        """Make the ledger of `cut` fit the settings of now, before anything starts.
+
+        What was admitted has its place, even if there are fewer of them. Targets are given anew
+        where sampler or step size changed, or where the committed groups go out again.
+        """
+        ledger = self.ledger
+        for record in ledger.records():
+            if record.admitted:
+                self.places.restore(record.ordinal)
+        if not load_replay_buffer:
+            for group in ledger.index.groups():
+                self.regenerated(group, reason="load_replay_buffer is false")
+        now = self.sampler.name, ledger.prompts_per_step
+        changed = (cut.sampler, cut.prompts_per_step) != now
+        if self.sampler.stamps_targets and (changed or not load_replay_buffer):
+            ledger.retarget(ledger.prompts_per_step, untargeted=True)
+        self.close_gap()
 
     def open_gate(self) -> None:
         """Engines have confirmed the current version: dispatching may go on."""
