@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from test_controller import at, settings, uneven
+from virtual_clock import VirtualClockLoop
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, SamplerConfig
@@ -26,8 +29,6 @@ from sc_core.testing import MemoryRun
 from sc_core.testing.scenarios import GRANULARITIES, SAMPLERS, memory_run
 from sc_core.testing.scenarios import settings as scenario
 from sc_core.verify import candidates, verify
-
-pytestmark = pytest.mark.anyio
 
 
 def cuts(run: MemoryRun) -> list[tuple[str, Cut]]:
@@ -47,14 +48,14 @@ def replayed(run: MemoryRun, **options: Any) -> ReplayReport:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.anyio
 async def test_a_run_that_crashed_twice_decides_the_same_again(
     sampler: str, granularity: str
 ) -> None:
     run = memory_run(scenario(sampler, granularity))
     assert await run.run(crash_when=at("committed", 13), seed=2) is None
-    replayed(run)
     assert await run.run(crash_when=at("selected", 6), seed=3) is None
-    replayed(run)
+    assert replay(run.log.events).ok
     assert await run.run() is not None
     report = replayed(run)
     assert len(report.history) > 1 and len(report.bundles) > 1
@@ -75,18 +76,19 @@ SWITCHES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("before", "after", "sections"), SWITCHES)
-async def test_each_incarnation_is_replayed_under_its_own_settings(
+def test_each_incarnation_is_replayed_under_its_own_settings(
     before: str, after: str, sections: dict[str, Any]
 ) -> None:
     run = MemoryRun(settings(before), range(500), latency=uneven)
-    assert await run.run(crash_when=at("checkpoint", 2)) is None
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        assert runner.run(run.run(crash_when=at("checkpoint", 2))) is None
     run.config = settings(after, **sections)
-    assert await run.run() is not None
-    replayed(run)
+    assert len(replayed(lived(run)).history) == 2
 
 
 @pytest.mark.parametrize("sampler", ["in_order-2", "windowed", "ready_first"])
 @pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.anyio
 async def test_the_tail_is_one_short_step(sampler: str, chunk: int | None) -> None:
     config = settings(sampler, async_rl={"min_groups_for_streaming_train": chunk})
     run = MemoryRun(config, range(18), latency=uneven)
@@ -100,6 +102,7 @@ async def test_the_tail_is_one_short_step(sampler: str, chunk: int | None) -> No
     assert "prompt 18 came after the end of prompts" in found.answer
 
 
+@pytest.mark.anyio
 async def test_retries_drops_and_streaming_chunks() -> None:
     async def script(prompt: Any, sibling: int, version: int) -> None:
         if prompt.ordinal % 5 == 2 and sibling == 1:
@@ -120,6 +123,7 @@ async def test_retries_drops_and_streaming_chunks() -> None:
     assert replayed(run).selections > 12
 
 
+@pytest.mark.anyio
 async def test_a_log_on_disk_that_ends_amid_an_instant(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     run = MemoryRun(settings("in_order-2"), range(100), latency=uneven)
@@ -135,7 +139,7 @@ async def test_a_log_on_disk_that_ends_amid_an_instant(tmp_path: Path) -> None:
     assert (report.ok, report.selections, report.events) == (True, 2, selected[6])
 
 
-async def test_nothing_happened_yet() -> None:
+def test_nothing_happened_yet() -> None:
     assert replay([]) == ReplayReport()
 
 
@@ -148,11 +152,17 @@ def difference(events: Sequence[Event], **options: Any) -> Difference:
     return found
 
 
-async def finished(sampler: str, **options: Any) -> MemoryRun:
-    run = MemoryRun(settings(sampler, **options), range(300), latency=uneven)
-    assert await run.run() is not None
+def lived(run: MemoryRun) -> MemoryRun:
+    """Once, to its end; on one backend, as what is looked at is the log."""
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        assert runner.run(run.run()) is not None
     replayed(run)
     return run
+
+
+@cache
+def finished(sampler: str) -> MemoryRun:
+    return lived(MemoryRun(settings(sampler), range(300), latency=uneven))
 
 
 def of_kind(events: Sequence[Event], kind: str) -> list[int]:
@@ -182,8 +192,8 @@ def forged(events: Sequence[Event], number: int, kind: Any, **fields: Any) -> li
 @pytest.mark.parametrize(
     "sampler", ["in_order-0", "in_order-2", "windowed", "weight_fifo", "ready_first"]
 )
-async def test_another_group_selected(sampler: str) -> None:
-    events = (await finished(sampler)).log.events
+def test_another_group_selected(sampler: str) -> None:
+    events = finished(sampler).log.events
     altered = 0
     for number in of_kind(events, "selected"):
         others = ready_before(events, number)
@@ -201,8 +211,8 @@ async def test_another_group_selected(sampler: str) -> None:
     assert altered or sampler == "in_order-0"
 
 
-async def test_one_group_too_few_and_one_too_many() -> None:
-    events = (await finished("ready_first")).log.events
+def test_one_group_too_few_and_one_too_many() -> None:
+    events = finished("ready_first").log.events
     last = of_kind(events, "selected")[7]  # of step 2
     after = events[last + 1]
     found = difference([*events[:last], *events[last + 1 :]])
@@ -213,8 +223,8 @@ async def test_one_group_too_few_and_one_too_many() -> None:
     assert found.answer == "step 2 has all of its groups"
 
 
-async def test_another_target_stamped() -> None:
-    events = (await finished("in_order-2")).log.events
+def test_another_target_stamped() -> None:
+    events = finished("in_order-2").log.events
     for number in of_kind(events, "dispatched")[:30:5]:
         event = events[number]
         assert event.step is not None
@@ -231,8 +241,8 @@ def number_live(events: Sequence[Event], number: int) -> int:
 
 
 @pytest.mark.parametrize("sampler", ["in_order-0", "in_order-2", "weight_fifo", "ready_first"])
-async def test_a_prompt_let_out_that_the_sampler_refuses(sampler: str) -> None:
-    events = (await finished(sampler)).log.events
+def test_a_prompt_let_out_that_the_sampler_refuses(sampler: str) -> None:
+    events = finished(sampler).log.events
     number = of_kind(events, "trained")[0]  # all are live that may be
     admitted = of_kind(events[:number], "admitted")
     ordinal = len(admitted)
@@ -258,20 +268,22 @@ async def test_a_prompt_let_out_that_the_sampler_refuses(sampler: str) -> None:
     assert found.answer == "the sampler admits nothing"
 
 
-async def with_evictions(**rl: Any) -> MemoryRun:
+@cache
+def with_evictions(on_stale: str = "drop") -> MemoryRun:
     """The freshest train first, and what is left over becomes too old, several at a time."""
-    config = settings("windowed", async_rl={"max_buffered_rollouts": 14, **rl})
+    config = settings(
+        "windowed", async_rl={"max_buffered_rollouts": 14, "on_stale_prompt": on_stale}
+    )
     sampler = replace(config.async_rl.sampler, sample_freshest_first=True)
     config = replace(config, async_rl=replace(config.async_rl, sampler=sampler))
     run = MemoryRun(config, range(300), latency=lambda prompt, sibling: 1 + prompt.ordinal % 5)
-    assert await run.run() is not None
-    assert replayed(run).evictions > 4
+    assert replayed(lived(run)).evictions > 4
     return run
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "requeue"])
-async def test_evictions_are_the_samplers(on_stale: str) -> None:
-    events = (await with_evictions(on_stale_prompt=on_stale)).log.events
+def test_evictions_are_the_samplers(on_stale: str) -> None:
+    events = with_evictions(on_stale).log.events
     assert ("redispatched" in {event.event for event in events}) is (on_stale == "requeue")
     number = of_kind(events, "evicted")[0]
     stale = events[number]
@@ -291,8 +303,8 @@ async def test_evictions_are_the_samplers(on_stale: str) -> None:
     assert found.answer.startswith(f"what comes is {events[number + 1].event} ")
 
 
-async def test_an_eviction_that_comes_early() -> None:
-    events = (await with_evictions()).log.events
+def test_an_eviction_that_comes_early() -> None:
+    events = with_evictions().log.events
     commits = {event.ordinal: n for n, event in enumerate(events) if event.event == "committed"}
     tried = 0
     for number in of_kind(events, "evicted"):
@@ -313,8 +325,8 @@ async def test_an_eviction_that_comes_early() -> None:
     assert tried > 2
 
 
-async def test_only_some_of_those_too_old_evicted() -> None:
-    events = (await with_evictions()).log.events
+def test_only_some_of_those_too_old_evicted() -> None:
+    events = with_evictions().log.events
     evicted = of_kind(events, "evicted")
     number = next(n for n in evicted if n + 2 in evicted)  # with its `dropped` between them
     found = difference([*events[: number + 2], *events[number + 4 :]])
@@ -325,7 +337,7 @@ async def test_only_some_of_those_too_old_evicted() -> None:
     assert found.answer == f"the sampler also gives up {events[number + 2].group_id}"
 
 
-async def test_a_bundle_that_is_not_what_the_log_leads_to() -> None:
+def test_a_bundle_that_is_not_what_the_log_leads_to() -> None:
     run = MemoryRun(settings("in_order-2"), range(300), latency=uneven)
     save = run.trainer.save
 
@@ -334,7 +346,7 @@ async def test_a_bundle_that_is_not_what_the_log_leads_to() -> None:
         await anyio.sleep(40)
 
     run.trainer.save = save_late  # type: ignore[method-assign]
-    assert await run.run() is not None
+    lived(run)
     (name, cut), *_ = sorted(cuts(run), key=lambda named: named[1].event_seq)
     assert len(cut.groups) > 4
     at_fault = next(record for record in cut.records if record.target_step is not None)
@@ -361,8 +373,8 @@ def of_another_k(k: int) -> Callable[[DecisionSettings], Sampler]:
 
 
 @pytest.mark.parametrize("sampler", ["weight_fifo", "ready_first", "in_order-2"])
-async def test_a_smaller_k_would_have_let_out_fewer(sampler: str) -> None:
-    run = await finished(sampler)
+def test_a_smaller_k_would_have_let_out_fewer(sampler: str) -> None:
+    run = finished(sampler)
     fifth = run.log.events[of_kind(run.log.events, "dispatched")[4]]  # P is 4
     found = difference(run.log.events, sampler=of_another_k(0))
     assert (found.seq, found.decision) == (fifth.seq, "admit")
@@ -370,8 +382,8 @@ async def test_a_smaller_k_would_have_let_out_fewer(sampler: str) -> None:
     assert found.view is not None and found.view.live == 4
 
 
-async def test_a_larger_k_would_have_evicted_later() -> None:
-    run = await with_evictions()
+def test_a_larger_k_would_have_evicted_later() -> None:
+    run = with_evictions()
     first = run.log.events[of_kind(run.log.events, "evicted")[0]]
     found = difference(run.log.events, sampler=of_another_k(9))
     assert (found.seq, found.decision) == (first.seq, "evict")
@@ -394,10 +406,8 @@ def custom(target: str) -> ControllerConfig:
     return replace(config, async_rl=rl)
 
 
-async def test_a_custom_sampler_is_imported_by_its_target() -> None:
-    run = MemoryRun(custom("test_replay:Freshest"), range(100), latency=uneven)
-    assert await run.run() is not None
-    replayed(run)
+def test_a_custom_sampler_is_imported_by_its_target() -> None:
+    run = lived(MemoryRun(custom("test_replay:Freshest"), range(100), latency=uneven))
     with pytest.raises(RestoreError, match="gone:Sampler can't be imported"):
         replay(
             [
@@ -415,20 +425,21 @@ async def test_a_custom_sampler_is_imported_by_its_target() -> None:
         )
 
 
-async def test_a_sampler_given_as_an_object_must_be_given_again() -> None:
+def test_a_sampler_given_as_an_object_must_be_given_again() -> None:
     run = MemoryRun(settings(), range(100), latency=uneven, sampler=ReadyFirst(2))
-    assert await run.run() is not None
+    with pytest.raises(RestoreError):
+        lived(run)
     with pytest.raises(RestoreError, match=r"was given a sampler object, a sc_core.*:ReadyFirst"):
         replay(run.log.events)
     replayed(run, sampler=lambda recorded: ReadyFirst(2))
 
 
-async def test_a_sampler_that_raises_is_a_difference() -> None:
+def test_a_sampler_that_raises_is_a_difference() -> None:
     class Broken(InOrder):
         def select(self, view: SamplerView, at_least: int, at_most: int) -> Sequence[Group]:
             raise IndexError("off by one")
 
-    run = await finished("in_order-2")
+    run = finished("in_order-2")
     found = difference(run.log.events, sampler=lambda recorded: Broken(2))
     assert (found.decision, found.answer) == ("select", "the sampler raises IndexError: off by one")
 
@@ -436,8 +447,8 @@ async def test_a_sampler_that_raises_is_a_difference() -> None:
 # logs that can't be replayed ---------------------------------------------------------------
 
 
-async def test_an_old_log_lacks_the_settings() -> None:
-    events = (await finished("windowed")).log.events
+def test_an_old_log_lacks_the_settings() -> None:
+    events = finished("windowed").log.events
     old = [replace(event, settings=None) for event in events]
     with pytest.raises(RestoreError, match=r"seq 1: run_started of .* has no settings \(sampler"):
         replay(old)
@@ -447,15 +458,15 @@ async def test_an_old_log_lacks_the_settings() -> None:
         replay([replace(events[0], settings=some), *events[1:]])
 
 
-async def test_a_log_without_its_beginning_has_no_history() -> None:
-    events = (await finished("windowed")).log.events
+def test_a_log_without_its_beginning_has_no_history() -> None:
+    events = finished("windowed").log.events
     with pytest.raises(RestoreError, match="no history to replay: seq 2: incarnation"):
         replay(events[1:])
 
 
 @pytest.mark.parametrize("kind", ["dispatched", "committed", "trained", "redispatched", "dropped"])
-async def test_what_can_not_have_happened_is_a_difference(kind: Any) -> None:
-    events = (await finished("windowed")).log.events
+def test_what_can_not_have_happened_is_a_difference(kind: Any) -> None:
+    events = finished("windowed").log.events
     number = of_kind(events, "committed")[3]
     found = difference(forged(events, number, kind, ordinal=250))
     assert (found.seq, found.ordinal, found.decision) == (events[number].seq, 250, "ledger")
