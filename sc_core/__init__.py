@@ -32,6 +32,7 @@ from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
+from sc_core.errors import EstimatorError as EstimatorError
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
@@ -110,6 +111,7 @@ __all__ = [
     "Difference",
     "DiskLock",
     "EndOfPrompts",
+    "EstimatorError",
     "EventSink",
     "Group",
     "GroupFilter",

@@ -14,8 +14,9 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import ended_from_outside, in_tree
+from sc_core.estimates import MASKED, check_estimates, check_reads_masks
 from sc_core.ports import AdvantageEstimator, Runner
-from sc_core.records import Batch, Group
+from sc_core.records import Batch, Group, masks_of
 from sc_core.rows import Rows
 
 _GROUPS_PER_SLICE = 16
@@ -33,13 +34,19 @@ class AdvantageStage:
         self._barrier = barrier
         self._estimator = estimator
         self._runner = runner
+        self._names: frozenset[str] | None = None  #: of the columns that the estimator makes
 
     async def run(self, batch: Batch) -> None:
         """Give every row of `batch` its advantage columns.
 
         A cancel may leave some rows written and others not; running the stage again on the
         same rows gives the same columns.
+
+        Raises:
+            EstimatorError: it returned what can't be trained on, or does not know of masked
+                rows and was given some; names the group.
         """
+        check_reads_masks(batch, self._estimator.select_fields)
         read, to_estimate = anyio.create_memory_object_stream[_Slice](1)
         estimated, to_write = anyio.create_memory_object_stream[_Slice](1)
         written = 0
@@ -55,10 +62,14 @@ class AdvantageStage:
             raise ended_from_outside("the advantage stage")
 
     async def _fetch(self, batch: Batch, send: MemoryObjectSendStream[_Slice]) -> None:
+        wanted = self._estimator.select_fields
+        stored = [name for name in wanted if name != MASKED]
         async with send:
             for groups in _slices(batch.groups):
                 ids = tuple(row for group in groups for row in group.sample_ids)
-                columns = await self._rows.get(ids, self._estimator.select_fields)
+                columns = await self._rows.get(ids, stored)
+                if MASKED in wanted:
+                    columns[MASKED] = [masked for group in groups for _, masked in masks_of(group)]
                 await send.send((ids, tuple(len(g.sample_ids) for g in groups), columns))
 
     async def _estimate(
@@ -73,6 +84,9 @@ class AdvantageStage:
                     columns = await self._runner(estimate, columns, sizes)
                 else:
                     columns = estimate(columns, sizes)
+                self._names = check_estimates(
+                    columns, ids, read=self._estimator.select_fields, names=self._names
+                )
                 await send.send((ids, sizes, columns))
 
 

@@ -178,7 +178,8 @@ class GroupBuilder:
         """Either the group is in the data plane and the index, or nothing changed."""
         state, group_id = self._state, record.group_id
         rewards = [sample.reward for sample in samples]
-        if self._filter is not None and not self._filter.keep(rewards):
+        masked = [number for number, sample in enumerate(samples) if sample.masked]
+        if self._filter is not None and not self._filter.keep(_trained(rewards, masked)):
             state.dropped(record.ordinal, "filtered")
             return False
         names = samples[0].fields.keys()
@@ -192,6 +193,7 @@ class GroupBuilder:
                 rewards=rewards,
                 tokens=sum(sample.tokens for sample in samples),
                 end_weight_version=max(self._end_version(sample) for sample in samples),
+                masked=masked,
             )
 
         section = self._barrier.mutation(f"commit {group_id}")
@@ -205,7 +207,8 @@ class GroupBuilder:
         record = self._state.ledger.get(ordinal)
         assert record is not None
         rewards = [one.reward for one in record.finished]
-        if self._filter is not None and not self._filter.keep(rewards):
+        masked = [one.sibling for one in record.finished if one.masked]
+        if self._filter is not None and not self._filter.keep(_trained(rewards, masked)):
             await self.drop(ordinal, "filtered")
             return False
         section = self._barrier.mutation(f"commit {record.group_id}")
@@ -217,6 +220,7 @@ class GroupBuilder:
                 tokens=sum(one.tokens for one in record.finished),
                 end_weight_version=max(one.end_weight_version for one in record.finished),
                 rows=[one.sample_id for one in record.finished],
+                masked=masked,
             )
         return True
 
@@ -234,6 +238,7 @@ class GroupBuilder:
                     tokens=sample.tokens,
                     end_weight_version=self._end_version(sample),
                     columns=_columns(sample),
+                    masked=sample.masked,
                 ),
             )
 
@@ -268,6 +273,11 @@ def _first(failed: BaseExceptionGroup[AttemptFailed]) -> AttemptFailed:
         error = error.exceptions[0]
     assert isinstance(error, AttemptFailed)
     return error
+
+
+def _trained(rewards: Sequence[float], masked: Sequence[int]) -> Sequence[float]:
+    """The rewards of the siblings that are trained on."""
+    return [r for number, r in enumerate(rewards) if number not in masked] if masked else rewards
 
 
 def _columns(sample: Sample) -> tuple[str, ...]:

@@ -108,6 +108,7 @@ class RunState:
         tokens: int,
         end_weight_version: int,
         rows: Sequence[SampleId] | None = None,
+        masked: Sequence[int] = (),
     ) -> Group:
         group = self.ledger.commit(
             ordinal,
@@ -115,6 +116,7 @@ class RunState:
             tokens=tokens,
             end_weight_version=end_weight_version,
             rows=rows,
+            masked=masked,
         )
         self._emit(
             "committed",

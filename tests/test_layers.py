@@ -21,7 +21,7 @@ LAYERS = [
     {"conservation"},
     {"ledger"},
     {"samplers"},
-    {"state", "rows", "decisions", "bundle", "verify", "returned"},
+    {"state", "rows", "decisions", "estimates", "bundle", "verify", "returned"},
     {"retention", "advantage", "weights", "watchdog", "budget", "attempt", "audit"},
     {"finaliser", "rollout", "replay"},
     {"window"},

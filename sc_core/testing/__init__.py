@@ -18,6 +18,7 @@ from sc_core.testing.data_plane import MemoryDataPlane as MemoryDataPlane
 from sc_core.testing.data_plane import MemoryStore as MemoryStore
 from sc_core.testing.disk import MemoryDisk as MemoryDisk
 from sc_core.testing.events import MemoryEventLog as MemoryEventLog
+from sc_core.testing.ports import LeaveOneOut as LeaveOneOut
 from sc_core.testing.ports import ListPrompts as ListPrompts
 from sc_core.testing.ports import MeanBaseline as MeanBaseline
 from sc_core.testing.ports import MemoryEngines as MemoryEngines

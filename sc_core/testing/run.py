@@ -13,7 +13,7 @@ from sc_core.calls import inline
 from sc_core.config import ControllerConfig
 from sc_core.controller import Ports, RunResult, SingleController
 from sc_core.events import Event
-from sc_core.ports import DataPlane, GroupFilter, Runner, Sampler
+from sc_core.ports import AdvantageEstimator, DataPlane, GroupFilter, Runner, Sampler
 from sc_core.restore import ReadyStore, restore
 from sc_core.testing.data_plane import Hooks, MemoryBootstrap, MemoryDataPlane, MemoryStore
 from sc_core.testing.disk import MemoryDisk
@@ -61,6 +61,7 @@ class MemoryRun:
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.estimator: AdvantageEstimator = MeanBaseline()
         self.resume: Literal["auto", "never"] | Path = "auto"
         self.runner: Runner = inline
         self.log = MemoryEventLog()
@@ -99,7 +100,7 @@ class MemoryRun:
             worker=self.engines,
             trainer=self.trainer,
             weight_sync=self.engines,
-            estimator=MeanBaseline(),
+            estimator=self.estimator,
             events=self.log,
             metrics=self.metrics,
             bundles=bundles,
