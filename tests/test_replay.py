@@ -223,6 +223,18 @@ def test_one_group_too_few_and_one_too_many() -> None:
     assert found.answer == "step 2 has all of its groups"
 
 
+def test_a_step_finished_short_while_more_could_come() -> None:
+    config = settings("in_order-2", async_rl={"min_groups_for_streaming_train": 1})
+    events = lived(MemoryRun(config, range(100), latency=uneven)).log.events
+    last = [number for number in of_kind(events, "selected") if events[number].step == 3][-1]
+    left_out = events[last].ordinal
+    short = [e for e in events if e.ordinal != left_out or e.event not in ("selected", "trained")]
+    found = difference(short)
+    first = events[min(n for n in of_kind(events, "trained") if events[n].step == 3)]
+    assert found.seq in (first.seq, first.seq + 1) and found.decision == "ledger"
+    assert found.answer == "the step has 1 groups too few, and more can come"
+
+
 def test_another_target_stamped() -> None:
     events = finished("in_order-2").log.events
     for number in of_kind(events, "dispatched")[:30:5]:
