@@ -25,6 +25,7 @@ from sc_core.controller import SingleController as SingleController
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
+from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallTimeout as CallTimeout
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
@@ -32,6 +33,7 @@ from sc_core.errors import Conservation as Conservation
 from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
+from sc_core.errors import EnginesFailed as EnginesFailed
 from sc_core.errors import EstimatorError as EstimatorError
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
@@ -40,6 +42,8 @@ from sc_core.errors import RolloutError as RolloutError
 from sc_core.errors import RunInUse as RunInUse
 from sc_core.errors import SaveError as SaveError
 from sc_core.errors import ScError as ScError
+from sc_core.errors import StallError as StallError
+from sc_core.errors import StopTimeout as StopTimeout
 from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import root_cause as root_cause
@@ -51,6 +55,7 @@ from sc_core.ports import AdvantageEstimator as AdvantageEstimator
 from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
 from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
+from sc_core.ports import EngineFleet as EngineFleet
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
 from sc_core.ports import MetricsSink as MetricsSink
@@ -73,6 +78,7 @@ from sc_core.replay import Difference as Difference
 from sc_core.replay import ReplayReport as ReplayReport
 from sc_core.replay import replay as replay
 from sc_core.replay import replay_run as replay_run
+from sc_core.report import StallReport as StallReport
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
 from sc_core.restore import check_resume as check_resume
@@ -85,6 +91,7 @@ from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
 from sc_core.verify import verify as verify
 from sc_core.watched import Watched as Watched
+from sc_core.weights import TurnGate as TurnGate
 
 __all__ = [
     "AdvantageEstimator",
@@ -95,6 +102,7 @@ __all__ = [
     "BootstrapDataPlane",
     "BundleDamaged",
     "BundleStore",
+    "CallCancelled",
     "CallTimeout",
     "CheckpointBarrier",
     "CheckpointingConfig",
@@ -111,6 +119,8 @@ __all__ = [
     "Difference",
     "DiskLock",
     "EndOfPrompts",
+    "EngineFleet",
+    "EnginesFailed",
     "EstimatorError",
     "EventSink",
     "Group",
@@ -144,8 +154,12 @@ __all__ = [
     "ScError",
     "SentStore",
     "SingleController",
+    "StallError",
+    "StallReport",
     "Stamp",
+    "StopTimeout",
     "Trainer",
+    "TurnGate",
     "VerifiedBundle",
     "Watched",
     "WeightSync",

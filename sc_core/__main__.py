@@ -30,6 +30,7 @@ EACH = {
     "by_start_version": "of version ",
     "by_target_step": "for version ",
     "attempts": "at attempt ",
+    "short_steps": "fewer from version ",
 }
 
 
@@ -156,6 +157,7 @@ def facts_of(bundle: VerifiedBundle) -> dict[str, Any]:
         "by_target_step": by_number(
             record.target_step for record in cut.records if record.target_step is not None
         ),
+        "short_steps": dict(cut.short_steps),
         "suspects": len(cut.suspects),
         "bytes": {name: size for name, (_, size) in parts_of(bundle).items()},
     }

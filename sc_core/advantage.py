@@ -52,8 +52,8 @@ class AdvantageStage:
         written = 0
         with read, to_estimate, estimated, to_write:  # also when a task never came to start
             async with anyio.create_task_group() as stage:
-                stage.start_soon(in_tree, self._fetch, batch, read)
-                stage.start_soon(in_tree, self._estimate, to_estimate, estimated)
+                stage.start_soon(in_tree, self._fetch, batch, read, name="fetch")
+                stage.start_soon(in_tree, self._estimate, to_estimate, estimated, name="estimate")
                 async for ids, _, columns in to_write:
                     async with self._barrier.mutation("advantage write-back"):
                         await self._rows.write_back(ids, columns)

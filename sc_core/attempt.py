@@ -66,14 +66,19 @@ class GroupBuilder:
             return await self._commit_kept(record.ordinal)
         return await self._commit(record, [samples[number] for number in range(self._siblings)])
 
-    async def drop(self, ordinal: int, reason: str) -> None:
-        """Drop a prompt that is not committed, and clear the rows of its finished siblings."""
+    def forgo(self, record: LedgerRecord) -> None:
+        """Take back what a dispatch counted for an attempt that is not made."""
+        requests = self._state.requests
+        requests.set(requests.value - (self._siblings - len(record.finished)))
+
+    async def drop(self, ordinal: int, drop: Callable[[], object]) -> None:
+        """Call `drop` for a prompt that is not committed; clear the rows of finished siblings."""
         record = self._state.ledger.get(ordinal)
         if record is None or not record.finished:
-            self._state.dropped(ordinal, reason)
+            drop()
             return
         async with self._barrier.mutation(f"drop {record.group_id}"):
-            self._state.dropped(ordinal, reason)
+            drop()
             await self._rows.clear(one.sample_id for one in record.finished)
 
     def missing_siblings(self, ordinal: int) -> int:
@@ -142,7 +147,7 @@ class GroupBuilder:
             try:
                 async with anyio.create_task_group() as tg:
                     for sibling in others:
-                        tg.start_soon(in_tree, one, sibling)
+                        tg.start_soon(in_tree, one, sibling, name="sibling")
                     await one(first)  # in this task: a group has a task less to pay for
             except BaseExceptionGroup as group:
                 failed, fatal = group.split(AttemptFailed)
@@ -154,7 +159,7 @@ class GroupBuilder:
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         requests = self._state.requests
         try:
-            with anyio.move_on_after(self._rollout_s):
+            with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 read by `waits`
                 return check_sample(
                     await in_tree(self._worker.rollout, prompt, sibling, weight_version),
                     prompt.group_id,
@@ -209,7 +214,7 @@ class GroupBuilder:
         rewards = [one.reward for one in record.finished]
         masked = [one.sibling for one in record.finished if one.masked]
         if self._filter is not None and not self._filter.keep(_trained(rewards, masked)):
-            await self.drop(ordinal, "filtered")
+            await self.drop(ordinal, lambda: self._state.dropped(ordinal, "filtered"))
             return False
         section = self._barrier.mutation(f"commit {record.group_id}")
         async with section:

@@ -27,7 +27,7 @@ class SectionStatistics(msgspec.Struct, frozen=True):
     age_s: float  #: seconds since it was granted, or since it began to wait
 
     def __str__(self) -> str:
-        return f"{self.side} {self.label!r} for {self.age_s:.3g} s"
+        return f"{self.side} {self.label!r} for {round(self.age_s, 3):g} s"
 
 
 class BarrierStatistics(msgspec.Struct, frozen=True):

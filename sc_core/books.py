@@ -79,6 +79,7 @@ class Instant(msgspec.Struct, frozen=True, kw_only=True):
     next_ordinal: int
     states: dict[int, str]
     group_ids: dict[int, str]
+    short_steps: dict[int, int]
 
     @staticmethod
     def of(bundle: str, cut: Cut) -> Instant:
@@ -90,6 +91,7 @@ class Instant(msgspec.Struct, frozen=True, kw_only=True):
             next_ordinal=cut.next_ordinal,
             states={record.ordinal: record.state for record in cut.records},
             group_ids={group.ordinal: group.group_id for group in cut.groups},
+            short_steps=dict(cut.short_steps),
         )
 
 
@@ -131,6 +133,7 @@ class Books:
         self.live: dict[int, Prompt] = {}
         self.prompts = self.trained = self.step = self.weight_version = 0
         self.dropped: Counter[str] = Counter()  #: by reason, up to its first colon
+        self.short_steps: Counter[int] = Counter()  #: groups that each step goes without
         self._outcomes = _Outcomes()
         self._findings = findings
         self._seq = 0
@@ -173,6 +176,10 @@ class Books:
             if logged != recorded:
                 problem = f"{cut.bundle} has {recorded} {what}; the log has {logged}"
                 self._findings.add(cut.seq, None, problem)
+        short = {step: n for step, n in self.short_steps.items() if step >= cut.weight_version}
+        if short != cut.short_steps:
+            problem = f"{cut.bundle} has the short steps {cut.short_steps}; the log has {short}"
+            self._findings.add(cut.seq, None, problem)
         if cut.weight_version < self.weight_version:
             problem = (
                 f"{cut.bundle} has weight version {cut.weight_version};"
@@ -278,6 +285,8 @@ class Books:
             self.dropped[(event.reason or "").partition(":")[0]] += 1
             if not event.reason:
                 self._wrong(event, "dropped without a reason")
+            if event.step is not None:
+                self.short_steps[event.step] += 1
 
     def _end(self, ordinal: int, outcome: int) -> None:
         del self.live[ordinal]

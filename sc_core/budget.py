@@ -20,7 +20,7 @@ async def stop_in_time(state: RunState, deadline: float, reserve_s: Callable[[],
     while True:
         reserve = reserve_s()
         with anyio.CancelScope(deadline=deadline - reserve):
-            await state.wait_until(_grown(reserve_s, reserve))
+            await state.wait_until(_grown(reserve_s, reserve), "a longer reserve, or its time")
             continue
         state.request_stop(MUST_SAVE_BY)
         return

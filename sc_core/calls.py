@@ -31,12 +31,12 @@ async def settle(
     Raises:
         CallTimeout: the deadline passed; whether the call took effect is unknown.
     """
-    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline_s) as scope:
+    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline_s) as in_time:
         result = await work()
         if then is not None:
             then(result)
         return result
-    assert scope.cancelled_caught
+    assert in_time.cancelled_caught
     raise CallTimeout(call, deadline_s)
 
 

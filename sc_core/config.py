@@ -7,6 +7,7 @@ the nearest one that exists.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
@@ -29,6 +30,10 @@ class GrpoConfig(_Settings, frozen=True):
     num_generations_per_prompt: int = 8  #: siblings per group (G)
     max_num_steps: int = 100
     max_num_epochs: int | None = None  #: passes over the prompts; None: as many as it takes
+    short_last_step: Literal["train", "drop"] = "train"
+    """What becomes of the groups that are left when the prompts have ended and are too few for a
+    step: they make one short step, or are dropped, which the event log records. Steps run on from
+    one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
 
 
@@ -45,15 +50,26 @@ class RolloutFailureConfig(_Settings, frozen=True):
     max_data_attempts_per_prompt: int = 1
     backoff_base_s: float = 0.5  #: wait before attempt n + 1: base * 2 ** (n - 1)
     max_backoff_s: float = 30.0
-    on_dropped_prompt: Literal["replace", "fail"] = "replace"
+    on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
+    """What follows when a prompt has used up its attempts. `replace`: it is dropped, and the next
+    prompt takes its place. `shortfall`: it is dropped, and its step trains one group less: the
+    step it was meant for under `in_order`, else the one being filled. The last group of a step
+    is replaced. `fail`: the run ends. Groups dropped as stale, or by a filter, are replaced."""
     max_consecutive_dropped_prompts: int = 32
-    """Drops after failures, with no commit in between, that end the run: it is not the prompts."""
+    """Drops after failures, with no commit in between; one more ends the run: it is not the
+    prompts."""
+    max_skipped_prompts: int | None = None
+    """Drops after failures over the whole run, restarts included; one more ends the run. None:
+    no bound."""
+    replacement_reserve_prompts: int = 0
+    """Prompts to have at hand beyond those that the sampler has let in, so that a dropped one is
+    replaced without waiting for a slow source. They hold no places, and are in every bundle."""
 
 
 class StallWatchdogConfig(_Settings, frozen=True):
     stall_timeout_s: float = 3600.0
-    """Without a trained step, a sync or a save. Longer than any deadline below, so that a call
-    that hangs is reported by its own name."""
+    """Without a trained step, an evaluation, a sync or a save. Longer than any deadline below, so
+    that a call that hangs is reported by its own name."""
 
 
 class DeadlinesConfig(_Settings, frozen=True):
@@ -67,6 +83,14 @@ class DeadlinesConfig(_Settings, frozen=True):
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
     disk_s: float = 600.0  #: writing and publishing one bundle
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:  # a wait without a bound is no setting
+                raise ConfigError(
+                    f"async_rl.deadlines.{name} is {seconds}; it must be above 0 and finite"
+                )
+
 
 class AsyncRlConfig(_Settings, frozen=True):
     sampler: SamplerConfig = SamplerConfig()
@@ -75,7 +99,24 @@ class AsyncRlConfig(_Settings, frozen=True):
     max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
     max_stale_requeues: int = 2
-    weight_sync_mode: Literal["in_flight", "drain"] = "in_flight"
+    weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
+    """What becomes of requests that are under way when the weights move.
+
+    `in_flight`: engines hold them, take the new weights and go on. `drain`: they are waited for,
+    for at most `deadlines.rollout_s + deadlines.weight_sync_s`; new ones, retries and later turns
+    of a conversation wait behind the gate. `abort_stale`: as `in_flight`, but groups that no step
+    could train on any more end at once and free their engines.
+
+    In all of them only `windowed`, and maybe a custom sampler, gives up groups that have become
+    too old, by `on_stale_prompt`: with the first two when they are finished (`evicted`), with
+    `abort_stale` while they are in flight (`aborted`)."""
+    weight_sync_attempts: int = 2
+    """Times that each of pause, transfer and resume is tried in one sync. Not after a timeout:
+    what that call did, or will do yet, is unknown."""
+    stop_grace_s: float = 600.0
+    """How much longer than the longest step and save so far a stop may take, from the request to
+    the end of the run. Past it the run fails and says what it waits for; a call that is under way
+    then still has until its own deadline."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
     stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
@@ -142,7 +183,11 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(0, "async_rl.sampler.max_lookahead_versions", rl.sampler.max_lookahead_versions)
         failure = rl.rollout_failure
         in_a_row = failure.max_consecutive_dropped_prompts
-        _at_least(1, "async_rl.rollout_failure.max_consecutive_dropped_prompts", in_a_row)
+        key = "async_rl.rollout_failure."
+        _at_least(1, f"{key}max_consecutive_dropped_prompts", in_a_row)
+        _at_least(0, f"{key}max_skipped_prompts", failure.max_skipped_prompts)
+        _at_least(0, f"{key}replacement_reserve_prompts", failure.replacement_reserve_prompts)
+        _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train

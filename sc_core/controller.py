@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,18 +14,19 @@ import msgspec
 from sc_core.advantage import AdvantageStage
 from sc_core.attempt import GroupBuilder
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
-from sc_core.budget import stop_in_time
+from sc_core.budget import MUST_SAVE_BY, stop_in_time
 from sc_core.bundle import BundleStore
 from sc_core.calls import ended_from_outside, in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
 from sc_core.decisions import DecisionSettings
-from sc_core.errors import RestoreOrderError, root_cause
+from sc_core.errors import RestoreOrderError, StallError, root_cause
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
 from sc_core.places import Places
 from sc_core.ports import (
     AdvantageEstimator,
     DataPlane,
+    EngineFleet,
     EventSink,
     GroupFilter,
     MetricsSink,
@@ -36,15 +38,17 @@ from sc_core.ports import (
     WeightSync,
 )
 from sc_core.records import Cut, LedgerRecord, SampleId
+from sc_core.report import Reporter, StallReport
 from sc_core.restore import ReadyStore, keeps_siblings
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
 from sc_core.samplers import build_sampler, check_capacity
+from sc_core.stale import StaleAttempts
 from sc_core.state import RunState
 from sc_core.train import EndReason, TrainPump
 from sc_core.verify import VerifiedBundle
-from sc_core.watchdog import watch
-from sc_core.weights import WeightUpdates
+from sc_core.watchdog import Watchdog
+from sc_core.weights import TurnGate, WeightUpdates
 from sc_core.window import CheckpointWindow, check_inventory
 
 logger = logging.getLogger(__name__)
@@ -64,10 +68,13 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     bundles: BundleStore | None = None  #: None, or `checkpointing.enabled: false`: no checkpoints
     group_filter: GroupFilter | None = None
     sampler: Sampler | None = None  #: None: the one that the settings name
+    fleet: EngineFleet | None = None  #: None: the run ends with the first engine that fails
+    turns: TurnGate | None = None  #: for a worker that makes several requests for a sibling
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: EndReason
+    stop_reason: str | None = None  #: who asked for it, where it was stopped
     step: int  #: finished training steps, over all incarnations
     weight_version: int
     counters: Mapping[str, int]  #: totals over the effective history
@@ -87,14 +94,17 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     gate_closed_for: str | None
     stop_reason: str | None
     barrier: BarrierStatistics
+    engines: tuple[str, ...]  #: that confirmed the last sync
+    engines_out: Mapping[str, str]  #: put out of service since they last confirmed, and why
     last_metrics: Mapping[str, Any]
+    quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
 
 
 class SingleController:
     """Decides which prompts go out, which groups train, when weights move, what a bundle holds.
 
-    Build it, then `await run()` once. `stop`, `request_checkpoint`, `statistics` and `audit`
-    may be called from the same event loop while it runs.
+    Build it, then `await run()` once. `stop`, `request_checkpoint`, `statistics`, `report` and
+    `audit` may be called from the same event loop while it runs.
     """
 
     def __init__(
@@ -105,8 +115,11 @@ class SingleController:
         *,
         runner: Runner = in_thread,
         settings: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`settings` is what a bundle's `config.yaml` shows; by default, `config` itself.
+
+        `clock` dates barrier sections in reports; on a virtual clock, `anyio.current_time`.
 
         Raises:
             ConfigError: the settings can never fill a step; the message has the numbers.
@@ -125,7 +138,15 @@ class SingleController:
         self._state = RunState(
             self._ledger_from(bundle), Places(capacity), self._sampler, ports.events
         )
-        self._barrier = CheckpointBarrier()
+        self._barrier = CheckpointBarrier(clock=clock)
+        self._reporter = Reporter(self._state, self._barrier, config)
+        self._watchdog = Watchdog(
+            self._state,
+            self._reporter,
+            stall_timeout_s=config.async_rl.stall_watchdog.stall_timeout_s,
+            stop_grace_s=config.async_rl.stop_grace_s,
+        )
+        self._pumping: anyio.CancelScope | None = None  #: around all that a hasty stop ends
         self._pump: TrainPump | None = None
         self._rows: Rows | None = None
         self._begun = False  #: the log says that this incarnation started or resumed
@@ -144,13 +165,14 @@ class SingleController:
         results: list[RunResult] = []
 
         async def tree() -> None:
+            self._reporter.root = anyio.get_current_task().id
             results.append(await in_tree(self._run))
 
         try:
             # A native asyncio cancel reaches the caller's task, which waits here; the tree is in
             # a child, so it is cancelled through its scope, and its shields hold.
             async with anyio.create_task_group() as tg:
-                tg.start_soon(tree)
+                tg.start_soon(tree, name="train pump")
             if not results:
                 raise ended_from_outside("the run")
             return results[0]
@@ -158,6 +180,8 @@ class SingleController:
             cause = root_cause(error)
             if isinstance(cause, Exception):
                 reason = f"{type(cause).__name__}: {cause}"
+                if isinstance(cause, StallError):  # the report is in the log already
+                    reason = f"{type(cause).__name__}: {cause.cause}"
                 logger.error("the run failed: %s", reason)
                 if self._begun and self._state.log_failure is None:
                     with suppress(OSError):  # the log's own failure may be the cause
@@ -166,9 +190,27 @@ class SingleController:
                 raise
             raise cause from error
 
-    def stop(self, reason: str = "stopped") -> None:
-        """Ask the run to end: an unfinished step is abandoned, a last bundle is saved."""
-        self._state.request_stop(reason)
+    def stop(self, reason: str = "stopped", *, checkpoint: bool = True) -> None:
+        """Ask the run to end; `run` returns when it has, within `async_rl.stop_grace_s`.
+
+        A step that is being finished is finished, one that still waits for groups is abandoned,
+        and a last bundle is saved. Without `checkpoint` the open step is abandoned at once and
+        nothing is saved; a bundle that is being published is.
+
+        May be repeated: the first reason counts, and its time runs on. A repetition without
+        `checkpoint` gives up the save of an earlier stop, unless it is being published already;
+        one with it brings none back.
+        """
+        self._state.request_stop(reason, save=checkpoint)
+        if not checkpoint and self._pumping is not None:
+            self._pumping.cancel()
+
+    def report(self) -> StallReport:
+        """What the run waits for now, and the likeliest reason if it does not go on.
+
+        Looks at the stack of every task: for people and for stalls, not for every second.
+        """
+        return self._watchdog.report()
 
     def request_checkpoint(self) -> None:
         """Ask for a bundle as soon as the train pump can, also in the middle of a step."""
@@ -208,7 +250,10 @@ class SingleController:
             gate_closed_for=state.gate_closed_for,
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),
+            engines=state.engines or (),
+            engines_out=dict(state.engines_out),
             last_metrics={} if self._pump is None else self._pump.last_metrics,
+            quiet_s=self._watchdog.quiet_s,
         )
 
     # the task tree ---------------------------------------------------------------------
@@ -234,7 +279,18 @@ class SingleController:
         deadlines = config.async_rl.deadlines
         suspects = self._bundle.cut.suspects if self._bundle is not None else ()
         self._rows = rows = Rows(plane, self._barrier, deadlines, suspects)
-        weights = WeightUpdates(state, ports.weight_sync, config.async_rl)
+        builder = GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter)
+        stale = None
+        if config.async_rl.weight_sync_mode == "abort_stale":
+            stale = StaleAttempts(state, config.async_rl, builder, rows, self._barrier)
+        weights = WeightUpdates(
+            state,
+            ports.weight_sync,
+            config.async_rl,
+            fleet=ports.fleet,
+            turns=ports.turns,
+            abort_stale=None if stale is None else stale.abort,
+        )
         window = finaliser = None
         if ports.bundles is not None and config.checkpointing.enabled:
             if self._bundle is not None:
@@ -264,8 +320,9 @@ class SingleController:
             state,
             config,
             ports.source,
-            GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter),
+            builder,
             max_inflight=self._max_inflight,
+            build=None if stale is None else stale.build,
         )
         self._pump = TrainPump(
             state,
@@ -281,30 +338,42 @@ class SingleController:
         await self._settle_in(plane, rows)
         reason: EndReason | None = None
         async with anyio.create_task_group() as tg:
-            stall_timeout_s = config.async_rl.stall_watchdog.stall_timeout_s
-            tg.start_soon(in_tree, watch, state, stall_timeout_s, self._report)
+            tg.start_soon(in_tree, self._watchdog.watch, name="watchdog")
             budget_s, pump = config.checkpointing.must_save_by_s, self._pump
+
+            def reserve_s() -> float:
+                return pump.reserve_s
+
+            ending = self._watchdog.see_stop_through
+            tg.start_soon(in_tree, ending, reserve_s, name="stop in time")
             if budget_s is not None:
                 deadline = self._started_at + budget_s
-                tg.start_soon(in_tree, stop_in_time, state, deadline, lambda: pump.reserve_s)
+                tg.start_soon(in_tree, stop_in_time, state, deadline, reserve_s, name="time budget")
             if finaliser is not None:
-                tg.start_soon(in_tree, finaliser.run)
-            await weights.update()  # every engine confirms the version before a prompt goes out
-            tg.start_soon(in_tree, rollouts.run)
-            ended = await self._pump.run(
-                resumed=None if self._bundle is None else self._bundle.info
-            )
+                tg.start_soon(in_tree, finaliser.run, name="finaliser")
+            ended: EndReason = "stopped"
+            with anyio.CancelScope() as self._pumping:
+                if not state.save_on_stop:
+                    self._pumping.cancel()
+                await weights.update()  # every engine confirms the version before a prompt goes out
+                tg.start_soon(in_tree, rollouts.run, name="rollout pump")
+                ended = await self._pump.run(
+                    resumed=None if self._bundle is None else self._bundle.info
+                )
             if finaliser is not None:
                 await finaliser.settled()
             reason = ended
             tg.cancel_scope.cancel()  # nothing left to generate for
         if reason is None:
             raise ended_from_outside("a task of the run")
+        stopped_by = state.stop_reason if reason in ("stopped", MUST_SAVE_BY) else None
+        said = reason if stopped_by in (None, reason) else f"{reason}: {stopped_by}"
         ledger = state.ledger
-        ports.events.append("stopped", reason=reason, step=ledger.step)
+        ports.events.append("stopped", reason=said, step=ledger.step)
         await settle("event log sync", deadlines.disk_s, lambda: self._runner(ports.events.sync))
         return RunResult(
             reason=reason,
+            stop_reason=stopped_by,
             step=ledger.step,
             weight_version=ledger.weight_version,
             counters=dict(ledger.counters),
@@ -384,13 +453,3 @@ class SingleController:
             suspects=sorted(rows.suspects),
         )
         return cut, (ledger.index.digest, ledger.digest)
-
-    def _report(self) -> str:
-        stats = self.statistics()
-        return (
-            f"step {stats.step}, weight version {stats.weight_version};"
-            f" waiting {stats.waiting}, in flight {stats.in_flight}, committed {stats.committed},"
-            f" selected {stats.selected}; places {stats.places_held}/{stats.places_capacity};"
-            f" gate {'open' if stats.gate_closed_for is None else 'closed for '}"
-            f"{stats.gate_closed_for or ''}; {self._barrier!r}"
-        )

@@ -23,6 +23,7 @@ _group_decoder = msgspec.msgpack.Decoder(Group)
 _record_decoder = msgspec.msgpack.Decoder(LedgerRecord)
 _encode = msgspec.msgpack.Encoder().encode
 _MANY = ("records", "groups")  #: the fields that grow with the run
+_ADDED = ("short_steps",)  #: since v1; left out where they are empty, so that old digests stay
 
 
 def encode_cut(cut: Cut) -> bytes:
@@ -34,7 +35,8 @@ def encode_cut(cut: Cut) -> bytes:
     whole: dict[str, Any] = {"type": Cut.__struct_config__.tag}
     try:
         for name in Cut.__struct_fields__:
-            whole[name] = getattr(cut, name)
+            if name not in _ADDED or getattr(cut, name):
+                whole[name] = getattr(cut, name)
         for name in _MANY:
             whole[name] = [msgspec.Raw(_encode(one)) for one in whole[name]]
         return _encode(whole)
@@ -123,6 +125,12 @@ def check_cut(cut: Cut) -> None:
     _check_rows(cut)
     if cut.sampler == "in_order":
         _check_targets(cut)
+    for version, short in cut.short_steps.items():
+        if version < cut.weight_version or short < 1:
+            raise BundleInconsistent(
+                f"ledger: the step from weight version {version} goes without {short} groups, and"
+                f" the cut is of version {cut.weight_version}"
+            )
 
 
 def _check_records(cut: Cut) -> None:

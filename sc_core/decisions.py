@@ -23,6 +23,7 @@ class DecisionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     places: int
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
     max_stale_requeues: int = 0
+    short_last_step: Literal["train", "drop"] = "train"
     granularity: Literal["prompt_group", "sibling"] = "prompt_group"
     load_replay_buffer: bool = True
 
@@ -39,6 +40,7 @@ class DecisionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             places=places,
             on_stale_prompt=rl.on_stale_prompt,
             max_stale_requeues=rl.max_stale_requeues,
+            short_last_step=config.grpo.short_last_step,
             granularity=config.rollout_recovery.default_granularity,
             load_replay_buffer=config.checkpointing.load_replay_buffer,
         )

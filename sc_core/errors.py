@@ -5,7 +5,7 @@ Each keeps its constructor's arguments in `args`, so it survives pickling betwee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def _some(names: Sequence[str], at_most: int = 3) -> str:
@@ -127,6 +127,18 @@ class WeightSyncError(ScError, RuntimeError):
     """Engines did not confirm the weight version they were given."""
 
 
+class EnginesFailed(WeightSyncError):
+    """Some engines did not do what they were asked, while the others did."""
+
+    def __init__(self, call: str, failures: Mapping[str, str]) -> None:
+        super().__init__(call, dict(failures))
+        self.call, self.failures = call, dict(failures)
+
+    def __str__(self) -> str:
+        each = (f"{engine}: {self.failures[engine]}" for engine in sorted(self.failures))
+        return f"{self.call} failed on {'; '.join(each)}"
+
+
 class WorkerDied(ScError, RuntimeError):
     """The process behind a port is gone, and what it held with it."""
 
@@ -157,12 +169,36 @@ class PromptDropped(ScError, RuntimeError):
         return f"group {self.group_id} used up its attempts: {self.reason}"
 
 
+class TooManyDropped(PromptDropped):
+    """A prompt used up its attempts, and no more may be dropped than were."""
+
+    def __init__(self, group_id: str, reason: str, dropped: str, limit: str) -> None:
+        super().__init__(group_id, reason)
+        self.args = (group_id, reason, dropped, limit)
+        self.dropped, self.limit = dropped, limit
+
+    def __str__(self) -> str:
+        return (
+            f"group {self.group_id} used up its attempts, after {self.dropped};"
+            f" async_rl.rollout_failure.{self.limit}: {self.reason}"
+        )
+
+
 class EndOfPrompts(ScError):
     """A prompt source has nothing more to give, in this epoch or any other."""
 
 
 class StallError(ScError, TimeoutError):
     """Nothing that counts as progress happened for too long; the message is a report."""
+
+    @property
+    def cause(self) -> str:
+        """The first line of the report: what did not happen, for how long, and why."""
+        return str(self).partition("\n")[0]
+
+
+class StopTimeout(StallError):
+    """A stop was asked for, and the run had not ended in time; the message is a report."""
 
 
 class Conservation(ScError, AssertionError):

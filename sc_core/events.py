@@ -34,7 +34,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     ordinal: Count | None = None
     group_id: str | None = None
     step: Count | None = None
-    """The step being made (`selected`, `abandoned`), the target (`dispatched`), else finished."""
+    """The step being made (`selected`, `abandoned`), the target (`dispatched`), the target that
+    goes without it (`dropped`), else finished."""
     weight_version: Count | None = None
     """Of the group's start (`dispatched`, `committed`), else the newest."""
     reason: str | None = None  #: a category, then, after a colon, details
@@ -42,6 +43,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     parent_seq: Count | None = None  #: `resumed`: that cut's `event_seq`
     digest: str | None = None  #: `resumed`, `checkpoint`: of the bundle's cut
     path: str | None = None  #: `checkpoint`: where the bundle was published
+    engines: tuple[str, ...] | None = None
+    """`weight_sync`: those that confirmed the version. Left out where they are the same as at
+    the last sync of the same incarnation."""
     settings: Mapping[str, Any] | None = None
     """`run_started`, `resumed`: what decisions follow from, as `DecisionSettings` has it."""
 

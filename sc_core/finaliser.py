@@ -14,7 +14,7 @@ from sc_core.errors import SaveError
 from sc_core.ports import EventSink, Runner, Trainer
 from sc_core.records import Cut
 from sc_core.retention import prune
-from sc_core.state import RunState
+from sc_core.state import PUBLISHED, RunState
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class BundleFinaliser:
         Raises:
             SaveError: it could not be published. Raised once; the run should end.
         """
-        await self._job.wait_until(lambda job: job is None)
+        await self._job.wait_until(lambda job: job is None, PUBLISHED)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -75,7 +75,7 @@ class BundleFinaliser:
     async def run(self) -> None:
         """Finalise whatever is submitted, until cancelled; a publish under way is finished."""
         while True:
-            await self._job.wait_until(lambda job: job is not None)
+            await self._job.wait_until(lambda job: job is not None, "a bundle to publish")
             job = self._job.value
             assert job is not None
             began = anyio.current_time()

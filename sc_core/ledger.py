@@ -29,13 +29,17 @@ from sc_core.records import (
     sample_ids,
 )
 
-Cause = Literal["infra", "data", "stale", "commit"]
+Failure = Literal["infra", "data"]
+Cause = Literal["infra", "data", "commit"]
 COUNTERS = (
     "committed", "trained", "dropped", "evicted", "requeued", "aborted", "redispatched",
+    "infra_drops", "data_drops", "shortfall",
     "infra_failures", "data_failures", "samples", "tokens",
 )  # fmt: skip
 """Groups, except the last four. `evicted` ones left the index untrained: dropped, or `requeued`.
-`aborted` ones became stale in flight. `samples` and `tokens` were trained on."""
+`aborted` ones became stale in flight. `infra_drops` and `data_drops` are those of the `dropped`
+that had no attempt left, and `shortfall` those of them that a step went without. `samples` and
+`tokens` were trained on."""
 
 
 class Ledger:
@@ -56,6 +60,7 @@ class Ledger:
         self.step = 0  #: finished training steps; changed by `train` alone
         self.weight_version = 0  #: likewise
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.short_steps = Tally()  #: as in `Cut`
         self._records: dict[int, LedgerRecord] = {}
         self._digests: dict[int, int] = {}
         self._payload_digests: dict[int, bytes] = {}
@@ -127,6 +132,24 @@ class Ledger:
     def oldest_live_version(self) -> int | None:
         """Lowest start version of a group that is not selected; a retry keeps its last one."""
         return min(self._counts.unselected_of_version, default=None)
+
+    def groups_of_target(self, step: int) -> int:
+        """P, less the groups that this step goes without; at least one."""
+        if not self.short_steps:
+            return self.prompts_per_step
+        return max(1, self.prompts_per_step - self.short_steps.get(step, 0))
+
+    def groups_of_next(self, steps: int) -> int:
+        """What the next so many steps take together, the one under way included."""
+        if not self.short_steps:
+            return self.prompts_per_step * steps
+        version = self.weight_version
+        return sum(map(self.groups_of_target, range(version, version + steps)))
+
+    @property
+    def skipped_count(self) -> int:
+        """Prompts dropped after failures, over the effective history."""
+        return self.counters["infra_drops"] + self.counters["data_drops"]
 
     # one prompt -----------------------------------------------------------------------
 
@@ -204,10 +227,10 @@ class Ledger:
         """In flight to waiting, as a new attempt with the same target step and finished siblings.
 
         `infra` and `commit` count as failures of the infrastructure, `data` as one of the
-        prompt, `stale` as an abort.
+        prompt.
         """
         old = self._in_state("retry", ordinal, "in_flight")
-        infra, data, stale = old.infra_failures, old.data_failures, old.stale_requeues
+        infra, data = old.infra_failures, old.data_failures
         match cause:
             case "infra" | "commit":
                 infra += 1
@@ -215,9 +238,6 @@ class Ledger:
             case "data":
                 data += 1
                 self.counters["data_failures"] += 1
-            case "stale":
-                stale += 1
-                self.counters["aborted"] += 1
         return self._put(
             replace(
                 old,
@@ -225,7 +245,6 @@ class Ledger:
                 attempt=old.attempt + 1,
                 infra_failures=infra,
                 data_failures=data,
-                stale_requeues=stale,
             )
         )
 
@@ -274,15 +293,47 @@ class Ledger:
         self.counters["committed"] += 1
         return group
 
-    def drop(self, ordinal: int, reason: str) -> LedgerRecord:
-        """Forget a prompt in any state, and its group if it has one; returns its last record."""
+    def drop(
+        self,
+        ordinal: int,
+        reason: str,
+        *,
+        after: Failure | None = None,
+        short_step: int | None = None,
+    ) -> LedgerRecord:
+        """Forget a prompt in any state, and its group if it has one; returns its last record.
+
+        `after` is what it failed of, if that is why; `short_step` a step that now goes without
+        its group, as `step_to_shorten` says.
+        """
         old = self._in_state(f"drop ({reason})", ordinal, *get_args(State))
         if owns_group(old):
             self.index.remove(old.group_id)
             self.counters["evicted"] += 1
         self._forget(old)
         self.counters["dropped"] += 1
+        if after is not None:
+            self.counters[f"{after}_drops"] += 1
+        if short_step is not None:
+            self.short_steps.shift(short_step, 1)
+            self.counters["shortfall"] += 1
         return old
+
+    def step_to_shorten(self, ordinal: int, *, targeted: bool) -> int | None:
+        """The step that can go without this prompt, by the weight version that it starts from.
+
+        The one that the prompt is meant for, or, where groups are not `targeted`, the one that
+        is being filled. None: no step counts on the prompt, or it would be left with no group.
+        """
+        version = self.weight_version
+        if targeted:
+            target = self._records[ordinal].target_step
+            if target is None or target < version:
+                return None
+        else:
+            is_full = self.index.selected_count >= self.groups_of_target(version)
+            target = version + 1 if is_full else version
+        return target if self.groups_of_target(target) > 1 else None
 
     def requeue(self, ordinal: int) -> LedgerRecord:
         """Committed to waiting, as a new attempt that has not started.
@@ -293,6 +344,15 @@ class Ledger:
         self.index.remove(old.group_id)
         self.counters["evicted"] += 1
         self.counters["requeued"] += 1
+        return self._anew(old)
+
+    def abort(self, ordinal: int, *, requeue: bool) -> LedgerRecord:
+        """In flight to waiting as in `requeue`, without its finished siblings; or dropped."""
+        old = self._in_state("abort", ordinal, "in_flight")
+        self.counters["aborted"] += 1
+        return self._anew(old) if requeue else self.drop(ordinal, "aborted")
+
+    def _anew(self, old: LedgerRecord) -> LedgerRecord:
         target = old.target_step
         if target is not None and target < self.weight_version:
             target = None
@@ -304,6 +364,7 @@ class Ledger:
                 stale_requeues=old.stale_requeues + 1,
                 target_step=target,
                 start_weight_version=None,
+                finished=(),
             )
         )
 
@@ -326,14 +387,16 @@ class Ledger:
             self.counters["trained"] += 1
             self.counters["samples"] += len(group.sample_ids)
             self.counters["tokens"] += group.tokens
+        self.short_steps.pop(self.weight_version, None)
         self.step += 1
         self.weight_version += 1
 
-    def retarget(self, groups_per_step: int, *, untargeted: bool = False) -> None:
+    def retarget(self, *, untargeted: bool = False) -> None:
         """Give live groups the lowest targets from the present version on, by ordinal.
 
         Selected groups keep theirs; so do groups without one, unless `untargeted`. Closes the
-        gaps that a changed step size, smaller capacity or the end of prompts leaves.
+        gaps that a changed step size, smaller capacity or the end of prompts leaves, not those
+        of short steps.
         """
         taken = Tally()
         for record in self._records.values():
@@ -345,7 +408,7 @@ class Ledger:
                 continue
             if record.target_step is None and not untargeted:
                 continue
-            while taken.get(target, 0) >= groups_per_step:
+            while taken.get(target, 0) >= self.groups_of_target(target):
                 target += 1
             taken.shift(target, 1)
             if record.target_step == target:
@@ -393,6 +456,7 @@ class Ledger:
             sampler_state=dict(sampler_state),
             suspects=tuple(suspects),
             counters=dict(self.counters),
+            short_steps=dict(self.short_steps),
         )
 
     @classmethod
@@ -416,6 +480,7 @@ class Ledger:
         ledger.next_ordinal = cut.next_ordinal
         ledger.step, ledger.weight_version = cut.step, cut.weight_version
         ledger.counters |= cut.counters
+        ledger.short_steps.update(cut.short_steps)
         for record in cut.records:
             if record.state == "in_flight":
                 record = replace(record, state="waiting", attempt=record.attempt + 1)

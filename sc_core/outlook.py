@@ -67,7 +67,9 @@ def outlook(
         )
     changed = (cut.sampler, cut.prompts_per_step) != (sampler.name, groups_per_step)
     if sampler.stamps_targets and (changed or not config.checkpointing.load_replay_buffer):
-        ledger.retarget(groups_per_step, untargeted=True)
+        ledger.retarget(untargeted=True)
+    if short := sum(cut.short_steps.values()):
+        notes.append(f"makes steps to come shorter, by {_count(short, 'group')} that failed")
     before = {record.ordinal: record.target_step for record in cut.records}
     moved = sum(record.target_step != before[record.ordinal] for record in ledger.records())
     if moved:

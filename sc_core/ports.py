@@ -134,7 +134,18 @@ class Trainer(Protocol):
 
 
 class WeightSync(Protocol):
-    """Moves the trainer's weights to the engines that generate."""
+    """Moves the trainer's weights to the engines that generate.
+
+    Its engines are those that get requests. One that joins between two syncs has confirmed the
+    weights of the last one before its first request; one that joins during a sync comes after
+    it. One that leaves takes part in no further sync.
+
+    Every call may be repeated, and asks all engines, also when one of them fails.
+
+    Raises:
+        EnginesFailed: from each call: these engines failed, and all others have done it.
+        WorkerDied: no engine is left. One that died while others live is left out instead.
+    """
 
     async def pause(self) -> None:
         """Engines hold their requests; nothing is generated until `resume`."""
@@ -144,6 +155,16 @@ class WeightSync(Protocol):
 
     async def resume(self) -> None:
         """Engines go on. Safe to call when nothing is paused."""
+
+
+class EngineFleet(Protocol):
+    """Can go on without an engine that fails; a run that has none ends with its first failure."""
+
+    def put_out(self, engine: str, reason: str) -> int:
+        """Send this engine neither requests nor weights any more; returns how many are left.
+
+        Its requests under way end in a `RolloutError`, and go to others as retries.
+        """
 
 
 class AdvantageEstimator(Protocol):
@@ -204,6 +225,12 @@ class SamplerView(Protocol):
     def live_count(self) -> int: ...
 
     def live_of_target(self, step: int) -> int: ...
+
+    def groups_of_target(self, step: int) -> int:
+        """How many groups that step takes: P, unless it goes without some that failed."""
+
+    def groups_of_next(self, steps: int) -> int:
+        """How many groups the next so many steps take together."""
 
     def in_flight_of_version(self, version: int) -> int:
         """Groups not yet committed (in flight, or waiting for a retry) with this start version."""

@@ -161,6 +161,9 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     sampler_state: Mapping[str, Any] = {}
     suspects: tuple[SampleId, ...] = ()  #: rows that may exist and must not; cleared on restore
     counters: Mapping[str, int] = {}  #: totals over the effective history
+    short_steps: Mapping[int, int] = {}
+    """Groups that steps to come go without, by the weight version they start from. Their prompts
+    were dropped after failures, under `on_dropped_prompt: shortfall`."""
 
 
 def rows_of(groups: Iterable[Group], records: Iterable[LedgerRecord]) -> Iterator[SampleId]:

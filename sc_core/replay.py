@@ -39,7 +39,7 @@ from sc_core.records import (
 from sc_core.state import RunState
 
 R = TypeVar("R")
-Decision = Literal["admit", "select", "evict", "ledger"]
+Decision = Literal["admit", "select", "evict", "abort", "ledger"]
 BuildSampler = Callable[[DecisionSettings], Sampler]
 
 
@@ -48,6 +48,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int  #: finished ones
     weight_version: int
+    groups_per_step: int  #: that the step under way takes
     live: int
     waiting: int
     in_flight: int
@@ -66,6 +67,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return View(
             step=ledger.step,
             weight_version=ledger.weight_version,
+            groups_per_step=ledger.groups_of_target(ledger.weight_version),
             live=ledger.live_count,
             waiting=ledger.waiting_count,
             in_flight=ledger.in_flight_count,
@@ -81,6 +83,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         parts = [
             f"step {self.step}",
             f"v {self.weight_version}",
+            f"P {self.groups_per_step}",
             f"live {self.live}",
             f"waiting {self.waiting}",
             f"in flight {self.in_flight}",
@@ -118,7 +121,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     events: int = 0  #: of the history, up to the difference
     admissions: int = 0  #: decisions that agree, as are the next two
     selections: int = 0
-    evictions: int = 0
+    evictions: int = 0  #: aborts too
     bundles: tuple[str, ...] = ()  #: of the history, compared with what the log led to
     difference: Difference | None = None  #: the first one
 
@@ -288,6 +291,7 @@ class _Replay:
         self._open: list[Group] = []  #: the open step, in the order of selection
         self._chosen: Sequence[Group] = ()  #: by the last `select`
         self._stale: dict[GroupId, Group] | None = None  #: still to be evicted in this instant
+        self._gives_up_tail = False  #: these, at the end of prompts
         self._event: Event
 
     def enter(self, event: Event) -> None:
@@ -326,7 +330,8 @@ class _Replay:
                 ledger, cut = self._as_restored(self._state, settings, sampler)
         self._settings = settings
         self._open, self._chosen = [], ()
-        self._state = RunState(ledger, Places(settings.places), sampler, self._next)
+        places = Places(settings.places)
+        self._state = RunState(ledger, places, sampler, self._next, clock=lambda: 0.0)
         if cut is not None:
             self._state.restored(cut, load_replay_buffer=settings.load_replay_buffer)
 
@@ -365,7 +370,7 @@ class _Replay:
         ledger = state.ledger
         if cut.exhausted and not ledger.waiting_count and not ledger.in_flight_count:
             if cut.records != _all_told(ledger):  # a step was tried, and a stop came between
-                ledger.retarget(ledger.prompts_per_step)
+                ledger.retarget()
         told = _all_told(ledger)
         for ordinal in sorted(told.keys() | cut.records.keys()):
             mine, its = told.get(ordinal, "not live"), cut.records.get(ordinal, "not live")
@@ -422,8 +427,14 @@ class _Replay:
             state.committed(ordinal, rewards=[0.0], tokens=0, end_weight_version=version)
         elif kind == "redispatched":
             state.retried(ordinal, "infra", event.reason or "")
+        elif kind == "aborted":
+            self._aborts(state, event, ordinal)
         elif kind == "dropped":
-            state.dropped(ordinal, event.reason or "")
+            short = None
+            if event.step is not None:
+                targeted = state.sampler.stamps_targets
+                short = state.ledger.step_to_shorten(ordinal, targeted=targeted)
+            state.dropped(ordinal, event.reason or "", short_step=short)
         elif kind == "selected":
             self._selects(state, event)
         elif not self._open:
@@ -435,9 +446,9 @@ class _Replay:
             self._trains(state, event)
 
     def _trains(self, state: RunState, event: Event) -> None:
-        missing = self._settings.groups_per_step - len(self._open)
-        if missing > 0 and not state.nothing_more:
-            answer = f"the step has {missing} groups too few, and more can come"
+        missing = self._missing(state)
+        if missing > 0 and not (state.nothing_more and self._settings.short_last_step == "train"):
+            answer = f"the step has {missing} groups too few"
             self._differs("ledger", f"has {_name(event)}", answer)
         state.trained(self._open)
         self._open = []
@@ -468,14 +479,16 @@ class _Replay:
 
     def _selects(self, state: RunState, event: Event) -> None:
         ledger, sampler = state.ledger, state.sampler
-        at_most = self._settings.groups_per_step - len(self._open)
+        at_most = self._missing(state)
         at_least = min(self._settings.groups_per_chunk, at_most)
         logged = f"has {_name(event)}"
         if at_most < 1:
             self._differs("select", logged, f"step {ledger.step + 1} has all of its groups")
         chosen = list(self._ask("select", lambda: sampler.select(ledger, at_least, at_most)))
-        if not chosen and state.nothing_more:
-            ledger.retarget(ledger.prompts_per_step)
+        if state.nothing_more and len(chosen) < at_most:
+            if self._settings.short_last_step == "drop" and ledger.index.ready_count < at_most:
+                self._differs("select", logged, "the prompts have ended, and the rest is dropped")
+            ledger.retarget()
             chosen = list(self._ask("select", lambda: sampler.select(ledger, 1, at_most)))
         if not 0 < len(chosen) <= at_most:
             wanted = f"{at_least} to {at_most}" if at_least < at_most else f"{at_most}"
@@ -491,14 +504,43 @@ class _Replay:
         if not self._stale:  # a new instant, maybe right after another
             self._evictions_over(state)
             stale = self._ask("evict", lambda: state.sampler.evict(state.ledger))
+            self._gives_up_tail = not stale and self._is_tail(state)
+            if self._gives_up_tail:
+                stale = list(state.ledger.index.ready_in_commit_order())
             self._stale = {group.group_id: group for group in stale}
         group = self._stale.pop(GroupId(event.group_id or ""), None)
         if group is None:
             answer = f"the sampler gives up {_ids(self._stale.values())}"
             self._differs("evict", f"has {_name(event)}", answer)
         record = state.ledger.get(group.ordinal)
-        state.evicted(group, requeue=self._requeues(record), reason=event.reason or "")
+        requeue = not self._gives_up_tail and self._requeues(record)
+        state.evicted(group, requeue=requeue, reason=event.reason or "")
         self.evictions += 1
+
+    def _is_tail(self, state: RunState) -> bool:
+        """Whether what is ready is given up, since it is too little for a step."""
+        return (
+            self._settings.short_last_step == "drop"
+            and state.nothing_more
+            and not self._open
+            and state.ledger.index.ready_count < self._missing(state)
+        )
+
+    def _missing(self, state: RunState) -> int:
+        """How many more groups the open step takes."""
+        return state.ledger.groups_of_target(state.ledger.weight_version) - len(self._open)
+
+    def _aborts(self, state: RunState, event: Event, ordinal: int) -> None:
+        record, version = state.ledger.get(ordinal), state.ledger.weight_version
+        start = None if record is None else record.start_weight_version
+        if record is not None and start is not None:
+            if not self._ask("abort", lambda: state.sampler.may_abort(start, version)):
+                answer = f"the sampler may still select what started at version {start}"
+                self._differs("abort", f"has {_name(event)}", answer)
+            state.aborted(record, requeue=self._requeues(record), reason=event.reason or "")
+            self.evictions += 1
+        else:
+            self._differs("ledger", f"has {_name(event)}", f"prompt {ordinal} is not in flight")
 
     def _requeues(self, record: LedgerRecord | None) -> bool:
         """Whether a prompt whose group is too old goes out again."""
@@ -518,7 +560,7 @@ class _Replay:
             self._differs("evict", f"goes on with {_name(self._event)}", answer)
         self._stale = None
         if state.sampler.stamps_targets:
-            state.ledger.retarget(state.ledger.prompts_per_step, untargeted=True)
+            state.ledger.retarget(untargeted=True)
 
     def _ask(self, decision: Decision, question: Callable[[], R]) -> R:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -16,8 +17,14 @@ from anyio.abc import TaskGroup
 from sc_core.attempt import AttemptFailed, GroupBuilder
 from sc_core.calls import ended_from_outside, in_tree
 from sc_core.config import ControllerConfig
-from sc_core.errors import CallTimeout, DataFailure, EndOfPrompts, PromptDropped
-from sc_core.ledger import Cause
+from sc_core.errors import (
+    CallTimeout,
+    DataFailure,
+    EndOfPrompts,
+    PromptDropped,
+    TooManyDropped,
+)
+from sc_core.ledger import Failure
 from sc_core.ports import PromptSource
 from sc_core.records import LedgerRecord, Stamp
 from sc_core.state import RunState
@@ -37,11 +44,15 @@ class RolloutPump:
         builder: GroupBuilder,
         *,
         max_inflight: int,
+        build: Callable[[LedgerRecord, int], Awaitable[bool]] | None = None,
     ) -> None:
+        """`build` is called for `builder.build`, which it may end early."""
         self._state = state
         self._source = source
         self._builder = builder
+        self._build = build or builder.build
         self._failures = config.async_rl.rollout_failure
+        self._reserve = self._failures.replacement_reserve_prompts
         self._deadlines = config.async_rl.deadlines
         self._max_inflight = max_inflight
         self._dropped_in_a_row = 0  #: after failures, since the last commit
@@ -51,9 +62,11 @@ class RolloutPump:
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
         async with anyio.create_task_group() as attempts:
-            attempts.start_soon(in_tree, self._pull, attempts)
+            attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
             while True:  # restored prompts, retries, and whatever a closed gate kept waiting
-                await self._state.wait_until(lambda _: self._next_dispatch() is not None)
+                await self._state.wait_until(
+                    lambda _: self._next_dispatch() is not None, "a prompt that may go out"
+                )
                 self._dispatch(attempts)
         raise ended_from_outside("an attempt")
 
@@ -67,26 +80,25 @@ class RolloutPump:
             if self._free:
                 self._free.pop().give(attempt)
             else:
-                attempts.start_soon(in_tree, self._run_slot, attempt)
+                attempts.start_soon(in_tree, self._run_slot, attempt, name="attempt")
 
     # choosing --------------------------------------------------------------------------
 
     def _may_pull(self, state: RunState) -> bool:
-        """No prompt leaves the source before the sampler wants it and a place is free."""
-        ledger = state.ledger
-        return (
-            not ledger.exhausted
-            and state.stop_reason is None
-            and ledger.unadmitted_count == 0
-            and state.places.free > 0
-            and state.sampler.admit(ledger) is not None
+        """Beyond the reserve, none leaves the source before the sampler and a place want it."""
+        ledger, ahead = state.ledger, state.ledger.unadmitted_count
+        if ledger.exhausted or state.stop_reason is not None:
+            return False
+        return ahead < self._reserve or (
+            ahead == 0 and state.places.free > 0 and state.sampler.admit(ledger) is not None
         )
 
     async def _pull(self, attempts: TaskGroup) -> None:
         state, deadline_s = self._state, self._deadlines.source_s
+        call = "source.next_prompt"
         with anyio.CancelScope() as in_time:  # one for all calls: its deadline moves
             while True:
-                await state.wait_until(self._may_pull)
+                await state.wait_until(self._may_pull, "room for one more prompt")
                 if not self._may_pull(state):
                     continue
                 in_time.deadline = anyio.current_time() + deadline_s
@@ -101,7 +113,7 @@ class RolloutPump:
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)
-        raise CallTimeout("source.next_prompt", deadline_s)
+        raise CallTimeout(call, deadline_s)
 
     def _next_dispatch(self) -> tuple[int, Stamp | None] | None:
         """The lowest waiting ordinal that may leave now, with its stamp if it needs one."""
@@ -110,7 +122,7 @@ class RolloutPump:
             state.gate_closed_for is not None
             or state.stop_reason is not None
             or ledger.in_flight_count >= self._max_inflight
-            or not ledger.waiting_count
+            or ledger.waiting_count <= len(self._backing_off)
         ):
             return None
         record = ledger.next_waiting(self._backing_off)
@@ -135,7 +147,7 @@ class RolloutPump:
 
     async def _make(self, record: LedgerRecord, weight_version: int) -> None:
         try:
-            if await self._builder.build(record, weight_version):
+            if await self._build(record, weight_version):
                 self._dropped_in_a_row = 0
         except AttemptFailed as failed:
             await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not the attempt
@@ -145,7 +157,7 @@ class RolloutPump:
         """Retry after a back-off, or follow `on_dropped_prompt`. Never a stand-in group."""
         state, ordinal = self._state, record.ordinal
         reason = f"{type(error).__name__}: {error}"
-        cause: Cause = "data" if isinstance(error, DataFailure) else "infra"
+        cause: Failure = "data" if isinstance(error, DataFailure) else "infra"
         if cause == "data":
             failed, allowed = record.data_failures, self._failures.max_data_attempts_per_prompt
         else:
@@ -158,18 +170,40 @@ class RolloutPump:
             exc_info=error if self._dropped_in_a_row == failed == 0 else None,  # one is enough
         )
         if failed + 1 >= allowed:
-            self._dropped_in_a_row += 1
-            in_a_row = self._failures.max_consecutive_dropped_prompts
-            if self._failures.on_dropped_prompt == "fail" or self._dropped_in_a_row > in_a_row:
-                raise PromptDropped(record.group_id, reason) from error
-            await self._builder.drop(ordinal, f"{cause} failure: {reason}")
+            try:
+                await self._builder.drop(ordinal, lambda: self._skip(record, cause, reason))
+            except PromptDropped as exc:
+                raise exc from error
             return
         self._backing_off.add(ordinal)
         state.retried(ordinal, cause, reason)
         backoff_s = self._failures.backoff_base_s * 2.0 ** min(failed, 100)  # far above any maximum
-        await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
+        backoff_s = min(backoff_s, self._failures.max_backoff_s)
+        await anyio.sleep(backoff_s)
         self._backing_off.remove(ordinal)
         state.touch()
+
+    def _skip(self, record: LedgerRecord, cause: Failure, reason: str) -> None:
+        """Drop a prompt without attempts left.
+
+        Raises:
+            PromptDropped, TooManyDropped: the settings forbid it; nothing has changed.
+        """
+        limits, group = self._failures, record.group_id
+        if limits.on_dropped_prompt == "fail":
+            raise PromptDropped(group, reason)
+        skipped, at_most = self._state.ledger.skipped_count, limits.max_skipped_prompts
+        if at_most is not None and skipped >= at_most:
+            said = f"{skipped} prompts had been dropped"
+            raise TooManyDropped(group, reason, said, f"max_skipped_prompts is {at_most}")
+        in_a_row = limits.max_consecutive_dropped_prompts
+        if self._dropped_in_a_row >= in_a_row:
+            said = f"{in_a_row} prompts had been dropped and no group committed since"
+            limit = f"max_consecutive_dropped_prompts is {in_a_row}"
+            raise TooManyDropped(group, reason, said, limit)
+        self._dropped_in_a_row += 1
+        shorten = limits.on_dropped_prompt == "shortfall"
+        self._state.skipped(record.ordinal, cause, reason, shorten=shorten)
 
 
 class _FreeSlot:

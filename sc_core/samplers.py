@@ -40,9 +40,9 @@ class _Stateless:
 class InOrder(_Stateless):
     """Each group is meant for one step; steps wait for their own groups, however slow.
 
-    Admits while a target step in [v, v+K] has fewer than P live groups, and stamps the lowest
-    such target: a dropped group is replaced without further ado. Trains only what is meant for
-    v, so every group trains with a lag of at most K.
+    Admits while a target step in [v, v+K] has fewer live groups than it takes (P, or fewer if
+    it goes without some), and stamps the lowest such target: a dropped group is replaced without
+    further ado. Trains only what is meant for v, so every group trains with a lag of at most K.
     """
 
     name = "in_order"
@@ -54,7 +54,7 @@ class InOrder(_Stateless):
     def admit(self, view: SamplerView) -> Stamp | None:
         version = view.weight_version
         for target in range(version, version + self._lookahead + 1):
-            if view.live_of_target(target) < view.prompts_per_step:
+            if view.live_of_target(target) < view.groups_of_target(target):
                 return Stamp(target_step=target)
         return None
 
@@ -75,10 +75,11 @@ class InOrder(_Stateless):
 class WeightFifo(_Stateless):
     """First started, first trained: a slow group is waited for, and none is dropped as stale.
 
-    Admits while fewer than (K+1)·P groups are live. Trains the oldest start version there is,
-    and goes on to the next once none of that version is in flight. All groups that are live
-    when one starts, itself included, fit into K+1 steps and none started later overtakes it,
-    so it trains with a lag of at most K.
+    Admits while fewer groups are live than the next K+1 steps take, (K+1)·P if none is short.
+    Trains the oldest start version there is, and goes on to the next once none of that version
+    is in flight. All groups that are live when one starts, itself included, fit into K+1 steps
+    and none started later overtakes it, so it trains with a lag of at most K. A step that
+    becomes short later does so by a group that was among them.
     """
 
     name = "weight_fifo"
@@ -87,7 +88,7 @@ class WeightFifo(_Stateless):
         self._steps_live = max_staleness_versions + 1
 
     def admit(self, view: SamplerView) -> Stamp | None:
-        return Stamp() if view.live_count < self._steps_live * view.prompts_per_step else None
+        return Stamp() if view.live_count < view.groups_of_next(self._steps_live) else None
 
     def select(self, view: SamplerView, at_least: int, at_most: int) -> Sequence[Group]:
         oldest = view.oldest_live_version()
@@ -110,7 +111,8 @@ class WeightFifo(_Stateless):
 class ReadyFirst(_Stateless):
     """First finished, first trained. Lag is reported, not bounded; nothing is ever dropped.
 
-    Admits while fewer than (K+1)·P groups are live. The order of commits survives a restart.
+    Admits while fewer groups are live than the next K+1 steps take, (K+1)·P if none is short.
+    The order of commits survives a restart.
     """
 
     name = "ready_first"
@@ -119,7 +121,7 @@ class ReadyFirst(_Stateless):
         self._steps_live = max_staleness_versions + 1
 
     def admit(self, view: SamplerView) -> Stamp | None:
-        return Stamp() if view.live_count < self._steps_live * view.prompts_per_step else None
+        return Stamp() if view.live_count < view.groups_of_next(self._steps_live) else None
 
     def select(self, view: SamplerView, at_least: int, at_most: int) -> Sequence[Group]:
         return _between(at_least, at_most, view.index.ready_in_commit_order())

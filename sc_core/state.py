@@ -6,30 +6,55 @@ in exactly one state, and the event log says how it got there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 
 from sc_core.errors import Conservation
-from sc_core.ledger import Cause, Ledger
+from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
 from sc_core.records import Cut, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
+logger = logging.getLogger(__name__)
+
+GROUPS_READY = "groups to train on"
+DRAINED = "the end of all rollout requests"
+GATE_OPEN = "the weight gate"
+PUBLISHED = "the bundle under way"
+_REASONS = 3  #: of failures and drops, kept for a report; the event log has all
+
 
 class RunState:
     """The live state of one run."""
 
-    def __init__(self, ledger: Ledger, places: Places, sampler: Sampler, events: EventSink) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        places: Places,
+        sampler: Sampler,
+        events: EventSink,
+        *,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self._clock = clock  #: a replay has none
         self.ledger = ledger
         self.places = places
         self.sampler = sampler
         self.events = events
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
+        self.engines: tuple[str, ...] | None = None  #: that confirmed the last sync
+        self.engines_out: dict[str, str] = {}  #: put out of service, and why
+        self.trained_at: float | None = None  #: when the last step was, on the loop's clock
+        self.last_failures: deque[str] = deque(maxlen=_REASONS)  #: of attempts to be repeated
+        self.last_drops: deque[str] = deque(maxlen=_REASONS)
         self.stop_reason: str | None = None  #: set once somebody asked the run to stop
+        self.save_on_stop = True
         self.save_requested = False
         self.requests = Watched(0)  #: rollout calls under way, or about to begin
         self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
@@ -37,9 +62,9 @@ class RunState:
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
 
-    async def wait_until(self, accepts: Callable[[RunState], bool]) -> None:
+    async def wait_until(self, accepts: Callable[[RunState], bool], what: str = "") -> None:
         """Return once `accepts` has held; the caller re-checks, and acts without an await."""
-        await self._changes.wait_until(accepts)
+        await self._changes.wait_until(accepts, what)
 
     def touch(self) -> None:
         """Let those who wait look again."""
@@ -77,16 +102,51 @@ class RunState:
 
     def retried(self, ordinal: int, cause: Cause, reason: str) -> LedgerRecord:
         record = self.ledger.retry(ordinal, cause)
+        self.last_failures.append(reason)
         self._emit("redispatched", ordinal=ordinal, group_id=record.group_id, reason=reason)
         return record
 
-    def dropped(self, ordinal: int, reason: str) -> LedgerRecord:
-        record = self.ledger.drop(ordinal, reason)
+    def dropped(
+        self,
+        ordinal: int,
+        reason: str,
+        *,
+        after: Failure | None = None,
+        short_step: int | None = None,
+    ) -> LedgerRecord:
+        record = self.ledger.drop(ordinal, reason, after=after, short_step=short_step)
+        self._gone(record, reason, short_step)
+        return record
+
+    def _gone(self, record: LedgerRecord, reason: str, short_step: int | None = None) -> None:
+        ordinal = record.ordinal
+        self.last_drops.append(reason)
         if ordinal in self.places:
             self.places.release(ordinal)
         self.close_gap()
-        self._emit("dropped", ordinal=ordinal, group_id=record.group_id, reason=reason)
-        return record
+        self._emit(
+            "dropped", ordinal=ordinal, group_id=record.group_id, reason=reason, step=short_step
+        )
+
+    def aborted(self, record: LedgerRecord, *, requeue: bool, reason: str) -> None:
+        """A group in flight that has become too old: its prompt goes out again, or is dropped."""
+        left = self.ledger.abort(record.ordinal, requeue=requeue)
+        if self.sampler.stamps_targets:
+            self.ledger.retarget(untargeted=True)
+        ordinal = record.ordinal
+        self._emit("aborted", ordinal=ordinal, group_id=record.group_id, reason=reason)
+        if requeue:
+            self._emit("redispatched", ordinal=ordinal, group_id=left.group_id, reason=reason)
+        else:
+            self._gone(left, reason)
+
+    def skipped(self, ordinal: int, after: Failure, reason: str, *, shorten: bool) -> None:
+        """Drop a prompt that used up its attempts; with `shorten` a step goes without it."""
+        step = None
+        if shorten:
+            step = self.ledger.step_to_shorten(ordinal, targeted=self.sampler.stamps_targets)
+        kind = f"{after} failure" if step is None else f"{after} failure, step made shorter"
+        self.dropped(ordinal, f"{kind}: {reason}", after=after, short_step=step)
 
     def close_gap(self) -> None:
         """Let later groups move up where the next step is short of groups and none can come.
@@ -94,9 +154,10 @@ class RunState:
         That is so while more are live than there are places: the settings were changed.
         """
         ledger = self.ledger
-        short = ledger.live_of_target(ledger.weight_version) < ledger.prompts_per_step
+        version = ledger.weight_version
+        short = ledger.live_of_target(version) < ledger.groups_of_target(version)
         if self.sampler.stamps_targets and short and not self.places.free:
-            ledger.retarget(ledger.prompts_per_step)
+            ledger.retarget()
 
     # groups ---------------------------------------------------------------------------
 
@@ -147,6 +208,7 @@ class RunState:
         self.close_gap()
         self.gate_closed_for = f"weight sync of version {self.ledger.weight_version}"
         self.progress += 1
+        self.trained_at = self._clock()
         self._record_each(
             "trained", groups, step=self.ledger.step, weight_version=self.ledger.weight_version
         )
@@ -192,20 +254,37 @@ class RunState:
         now = self.sampler.name, ledger.prompts_per_step
         changed = (cut.sampler, cut.prompts_per_step) != now
         if self.sampler.stamps_targets and (changed or not load_replay_buffer):
-            ledger.retarget(ledger.prompts_per_step, untargeted=True)
+            ledger.retarget(untargeted=True)
         self.close_gap()
 
-    def open_gate(self) -> None:
-        """Engines have confirmed the current version: dispatching may go on."""
+    def engine_out(self, engine: str, reason: str) -> None:
+        """An engine was put out of service."""
+        logger.error("engine %s is out of service: %s", engine, reason)
+        self.engines_out[engine] = reason
+
+    def open_gate(self, engines: Iterable[str], *, reason: str | None = None) -> None:
+        """These engines have confirmed the current version: dispatching may go on."""
+        confirmed = tuple(sorted(engines))
+        for back in self.engines_out.keys() & confirmed:
+            del self.engines_out[back]
+        same, self.engines = confirmed == self.engines, confirmed
         self.gate_closed_for = None
         self.progress += 1
-        self._emit("weight_sync", weight_version=self.ledger.weight_version, step=self.ledger.step)
+        self._emit(
+            "weight_sync",
+            weight_version=self.ledger.weight_version,
+            step=self.ledger.step,
+            engines=None if same else confirmed,
+            reason=reason,
+        )
 
     def saved(self, **fields: Any) -> None:
         self.progress += 1
         self._emit("checkpoint", **fields)
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, save: bool = True) -> None:
+        """The first reason counts; one request without a save is enough for there to be none."""
+        self.save_on_stop = self.save_on_stop and save
         if self.stop_reason is None:
             self.stop_reason = reason
             self.touch()

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+import anyio.lowlevel
+
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY
@@ -18,7 +20,7 @@ from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
 from sc_core.rows import Rows
-from sc_core.state import RunState, Stopwatch
+from sc_core.state import GROUPS_READY, RunState, Stopwatch
 from sc_core.weights import WeightUpdates
 from sc_core.window import CheckpointWindow
 
@@ -51,15 +53,17 @@ class TrainPump:
         self._weights = weights
         self._window = window
         self._metrics = metrics
-        self._groups_per_step = config.grpo.num_prompts_per_step
         self._groups_per_chunk = (
-            config.async_rl.min_groups_for_streaming_train or self._groups_per_step
+            config.async_rl.min_groups_for_streaming_train or config.grpo.num_prompts_per_step
         )
+        self._drops_short_step = config.grpo.short_last_step == "drop"
         self._saved: tuple[int, ...] | None = None  #: `_progress` at the last bundle
         self._lasting_step: int | None = None  #: of the last bundle that is not `ft_only`
         self._resumed_metrics: Mapping[str, float | None] = {}
         self._longest_step_s = 0.0  #: without waiting for groups
         self._evicted = 0
+        self._dropped = (0, 0)  #: prompts dropped after failures and shortfalls, at the last step
+        self._aborted = state.ledger.counters["aborted"]  #: at the end of the last step
         self.last_metrics: dict[str, Any] = {}
 
     @property
@@ -75,6 +79,7 @@ class TrainPump:
             self._saved = self._progress()
             self._lasting_step = None if resumed.ft_only else resumed.step
             self._resumed_metrics = resumed.metrics
+        self._dropped = self._dropped_so_far()
         reason: EndReason = "max_steps"
         while ledger.step < self._config.grpo.max_num_steps:
             lap = Stopwatch()
@@ -111,9 +116,9 @@ class TrainPump:
         opened = finishing = False
         self._evicted = 0
         try:
-            while len(groups) < self._groups_per_step:
+            while self._missing(groups):
                 with lap("timing/train/exposed_generation"):
-                    chunk = await self._next_chunk(step, self._groups_per_step - len(groups))
+                    chunk = await self._next_chunk(step, groups)
                 if not chunk:
                     break
                 groups.extend(chunk)
@@ -124,11 +129,17 @@ class TrainPump:
                     Batch(step=step, weight_version=ledger.weight_version, groups=tuple(chunk)),
                     lap,
                 )
-            if not groups:
-                return self._stopped() if state.stop_reason else "exhausted"
-            if state.stop_reason and len(groups) < self._groups_per_step:
+            is_short = self._missing(groups) > 0
+            if is_short and (state.stop_reason or self._drops_short_step):
                 await self._abandon(step, groups, opened)
-                return self._stopped()
+                groups = []
+            if not groups:
+                if state.stop_reason:
+                    return self._stopped()
+                if self._drops_short_step:
+                    await self._drop_tail()
+                return "exhausted"
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the calls before it were shielded
             finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
@@ -138,21 +149,32 @@ class TrainPump:
             if not finishing:
                 await self._abandon(step, groups, opened)
             raise
+        self._weights.version_moved()
         await self._clear(groups)
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
             await self._weights.update()
         return None
 
-    async def _next_chunk(self, step: int, at_most: int) -> list[Group]:
-        """Wait for groups to train on, in ordinal order; none when the step can't go on."""
+    def _missing(self, groups: Sequence[Group]) -> int:
+        """How many more the open step takes; a drop may make it fewer at any time."""
+        ledger = self._state.ledger
+        return ledger.groups_of_target(ledger.weight_version) - len(groups)
+
+    async def _next_chunk(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """Wait for more groups to train on, in ordinal order; none when the step has no more."""
         state, ledger, sampler = self._state, self._state.ledger, self._state.sampler
-        at_least = min(self._groups_per_chunk, at_most)
         while True:
             await self._evict()
+            at_most = self._missing(groups)
+            if at_most <= 0:  # what it waited for was dropped, and it goes without
+                return []
+            at_least = min(self._groups_per_chunk, at_most)
             chosen = list(sampler.select(ledger, at_least, at_most))
-            if not chosen and state.nothing_more:  # the tail makes one short step
-                ledger.retarget(self._groups_per_step)
+            if state.nothing_more and len(chosen) < at_most:  # the tail makes one short step
+                if self._drops_short_step and ledger.index.ready_count < at_most:
+                    return []
+                ledger.retarget()
                 chosen = list(sampler.select(ledger, 1, at_most))
             if len(chosen) > at_most:
                 raise Conservation(
@@ -167,12 +189,15 @@ class TrainPump:
             if state.save_requested:
                 await self._save()
                 continue
-            await state.wait_until(lambda _: self._worth_a_look(at_least, at_most))
+            await state.wait_until(lambda _: self._worth_a_look(groups), GROUPS_READY)
 
-    def _worth_a_look(self, at_least: int, at_most: int) -> bool:
+    def _worth_a_look(self, groups: Sequence[Group]) -> bool:
         state = self._state
+        at_most = self._missing(groups)
+        at_least = min(self._groups_per_chunk, at_most)
         return bool(
-            state.stop_reason is not None
+            at_most <= 0
+            or state.stop_reason is not None
             or state.nothing_more
             or state.save_requested
             or (
@@ -200,9 +225,20 @@ class TrainPump:
                 )
                 state.evicted(group, requeue=requeue, reason=f"stale: {age} versions old")
             if state.sampler.stamps_targets:
-                state.ledger.retarget(self._groups_per_step, untargeted=True)
+                state.ledger.retarget(untargeted=True)
             self._evicted += len(stale)
             await self._rows.clear(row for group in stale for row in group.sample_ids)
+
+    async def _drop_tail(self) -> None:
+        """Give up the groups that are too few for a step: the prompts have ended."""
+        state = self._state
+        ready = list(state.ledger.index.ready_in_commit_order())
+        reason = f"short last step: {len(ready)} of {self._missing(())} groups"
+        logger.warning("%s; grpo.short_last_step is drop", reason)
+        async with self._barrier.mutation("drop the short last step"):
+            for group in ready:
+                state.evicted(group, requeue=False, reason=reason)
+            await self._rows.clear(row for group in ready for row in group.sample_ids)
 
     async def _train_on(self, batch: Batch, lap: Stopwatch) -> None:
         with lap("timing/train/policy_and_reference_logprobs"):
@@ -281,6 +317,9 @@ class TrainPump:
     def _metrics_of(self, groups: Sequence[Group], trained: Mapping[str, float]) -> dict[str, Any]:
         ledger = self._state.ledger
         lags = [ledger.weight_version - 1 - group.start_weight_version for group in groups]
+        dropped, shortfall = self._dropped_so_far()
+        dropped_now, shortfall_now = dropped - self._dropped[0], shortfall - self._dropped[1]
+        self._dropped = dropped, shortfall
         return {
             "step": ledger.step,
             "weight_version": ledger.weight_version,
@@ -292,14 +331,26 @@ class TrainPump:
             "train/staleness_versions_mean": math.fsum(lags) / len(lags),
             "train/staleness_versions_max": max(lags),
             "train/evicted_stale_prompt_groups": self._evicted,
+            "train/dropped_prompt_groups": dropped_now,
+            "train/replaced_prompt_groups": dropped_now - shortfall_now,
         }
 
+    def _dropped_so_far(self) -> tuple[int, int]:
+        ledger = self._state.ledger
+        return ledger.skipped_count, ledger.counters["shortfall"]
+
     def _report(self, lap: Stopwatch) -> None:
-        state = self._state
+        state, counters = self._state, self._state.ledger.counters
+        before, self._aborted = self._aborted, counters["aborted"]
         self.last_metrics |= {
             **lap.seconds,
-            "rollout/committed_total": state.ledger.counters.get("committed", 0),
-            "rollout/skipped_total": state.ledger.counters.get("dropped", 0),
+            "train/aborted_stale_inflight_groups": self._aborted - before,
+            "rollout/committed_total": counters["committed"],
+            "rollout/dropped_total": counters["dropped"],
+            "rollout/skipped_total": state.ledger.skipped_count,
+            "rollout/infra_drops_total": counters["infra_drops"],
+            "rollout/data_drops_total": counters["data_drops"],
+            "rollout/redispatch_total": counters["redispatched"],
             "rollout/inflight": state.ledger.in_flight_count,
             "rollout/places_used": state.places.held,
             "rollout/commit_wait_s": state.commit_wait_s,

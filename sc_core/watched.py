@@ -18,6 +18,7 @@ class WatchedStatistics(msgspec.Struct, frozen=True):
     """A moment's view of a watched value, for logs and tests."""
 
     waiting: int  #: tasks in `wait_until`
+    waiting_for: tuple[str, ...] = ()  #: what each said that it waits for
 
 
 class Watched(Generic[T]):
@@ -42,7 +43,7 @@ class Watched(Generic[T]):
         return f"<Watched {self._value!r}, {len(self._waiters)} waiting>"
 
     def statistics(self) -> WatchedStatistics:
-        return WatchedStatistics(waiting=len(self._waiters))
+        return WatchedStatistics(len(self._waiters), tuple(waiter.what for waiter in self._waiters))
 
     @property
     def value(self) -> T:
@@ -59,8 +60,10 @@ class Watched(Generic[T]):
             del self._waiters[waiter]
             waiter.woken.set()
 
-    async def wait_until(self, accepts: Callable[[T], bool]) -> T:
+    async def wait_until(self, accepts: Callable[[T], bool], what: str = "") -> T:
         """Wait until `accepts(value)` and return the value it accepted.
+
+        `what` tells people what is waited for, in statistics and in the report of a stall.
 
         Always a checkpoint, also if the value is accepted at once. A cancelled wait leaves
         nothing behind.
@@ -72,7 +75,7 @@ class Watched(Generic[T]):
         if accepts(value):
             await anyio.lowlevel.checkpoint()
             return value
-        waiter = _Waiter(accepts)
+        waiter = _Waiter(accepts, what)
         self._waiters[waiter] = None
         try:
             await waiter.woken.wait()
@@ -86,12 +89,13 @@ class Watched(Generic[T]):
 class _Waiter(Generic[T]):
     """A call of `wait_until` under way: its predicate, and what became of it."""
 
-    __slots__ = ("accepted", "accepts", "error", "woken")
+    __slots__ = ("accepted", "accepts", "error", "what", "woken")
 
     accepted: T  # unset until `accepts` held
 
-    def __init__(self, accepts: Callable[[T], bool]) -> None:
+    def __init__(self, accepts: Callable[[T], bool], what: str) -> None:
         self.accepts = accepts
+        self.what = what
         self.error: Exception | None = None
         self.woken = anyio.Event()
 

@@ -105,7 +105,7 @@ class CheckpointWindow:
 
         try:
             async with anyio.create_task_group() as tg:  # nothing changes: both look at the same
-                tg.start_soon(in_tree, check)
+                tg.start_soon(in_tree, check, name="check of the rows")
                 with lap("tq_save_seconds"):
                     await settle(
                         "data_plane.save_checkpoint",

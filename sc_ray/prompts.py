@@ -32,9 +32,11 @@ class TaskPrompts:
     Args:
         shuffle: false keeps the prompts in their given order.
         max_epochs: `EndOfPrompts` after so many; None: never.
+        batch: each epoch ends with its last whole batch; what would be left over in its order
+            is left out, as by a loader that drops its last batch.
 
     Raises:
-        ConfigError: there are no prompts, or one holds what msgpack can't.
+        ConfigError: there are no prompts, too few for one batch, or one holds what msgpack can't.
     """
 
     def __init__(
@@ -44,13 +46,20 @@ class TaskPrompts:
         seed: int,
         shuffle: bool = True,
         max_epochs: int | None = None,
+        batch: int = 1,
     ) -> None:
         if not prompts:
             raise ConfigError("the task has no prompts")
+        if len(prompts) < batch:
+            raise ConfigError(
+                f"the task has {len(prompts)} prompts, too few for one batch of {batch}, and short"
+                " batches are dropped"
+            )
         self._prompts = [dict(item) for item in prompts]
         self._seed = seed
         self._shuffle = shuffle
         self._max_epochs = max_epochs
+        self._per_epoch = len(prompts) // batch * batch
         self._fingerprint = self._hash()
         self._at = _Position(0, 0)
         self._order = self._order_of(0)
@@ -59,7 +68,7 @@ class TaskPrompts:
         """The next prompt and the position after it; a cancelled pull loses nothing."""
         await anyio.lowlevel.checkpoint()
         at = self._at
-        if at.index == len(self._prompts):
+        if at.index >= self._per_epoch:
             at = _Position(at.epoch + 1, 0)
         if self._max_epochs is not None and at.epoch >= self._max_epochs:
             raise EndOfPrompts(f"{self._max_epochs} epochs of {len(self._prompts)} prompts")

@@ -49,6 +49,9 @@ class TaskConfig(_Settings, frozen=True):
     max_new_tokens: int | None = None  #: per completion; None: the task's own
     temperature: float = 1.0  #: of sampling
     shuffle: bool = True  #: each epoch in an order of its own
+    drop_last: bool = False
+    """Leave out the last prompts of each epoch, as its order has them, where they are too few for
+    a step. Otherwise a step may take some of one epoch and the rest of the next."""
 
 
 class PolicyConfig(_Settings, frozen=True):

@@ -275,6 +275,7 @@ def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
         seed=config.grpo.seed,
         shuffle=config.task.shuffle,
         max_epochs=config.grpo.max_num_epochs,
+        batch=config.grpo.num_prompts_per_step if config.task.drop_last else 1,
     )
 
 

@@ -145,7 +145,6 @@ def test_what_a_ledger_says_about_itself() -> None:
         ("infra", "infra_failures", "infra_failures"),
         ("commit", "infra_failures", "infra_failures"),
         ("data", "data_failures", "data_failures"),
-        ("stale", "stale_requeues", "aborted"),
     ],
 )
 def test_a_retry_keeps_place_and_target_and_counts_its_cause(
@@ -184,6 +183,24 @@ def test_requeue_gives_the_group_up_and_its_place_not() -> None:
     assert (ledger.counters["evicted"], ledger.counters["requeued"]) == (1, 1)
     sent = ledger.dispatch(0, Stamp(target_step=5))
     assert (sent.target_step, sent.start_weight_version) == (5, 4)
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_an_abort_is_counted_and_leaves_nothing_of_the_attempt(requeue: bool) -> None:
+    ledger = ledger_with("in_flight", target=3, step=3)
+    ledger.step = ledger.weight_version = 4
+    left = ledger.abort(0, requeue=requeue)
+    assert ledger.in_flight_of_version(3) == 0 and ledger.oldest_live_version() is None
+    counted = {"aborted": 1} if requeue else {"aborted": 1, "dropped": 1}
+    assert ledger.counters == dict.fromkeys(ledger.counters, 0) | counted
+    if requeue:
+        assert (
+            left
+            == ledger.get(0)
+            == LedgerRecord(ordinal=0, payload="text", admitted=True, attempt=1, stale_requeues=1)
+        )
+    else:
+        assert (left.group_id, len(ledger)) == ("0.0", 0)
 
 
 def test_without_targets_an_admitted_prompt_goes_out_again_without_a_stamp() -> None:
@@ -311,12 +328,13 @@ def test_retarget_closes_gaps_in_ordinal_order() -> None:
     ledger.drop(1, "test")
     ledger.select(groups[:1])  # an open step of one group: its target is half taken
     ledger.pull(PulledPrompt("not admitted", 7))
-    ledger.retarget(2)
+    ledger.retarget()
     targets = [record.target_step for record in ledger.records()]
     assert targets == [7, 7, 8, 8, 9, None, None]
     assert [group.target_step for group in ledger.index.groups()] == [7, 7, 8, 9]
     ledger.audit()
-    ledger.retarget(3, untargeted=True)
+    ledger.prompts_per_step = 3
+    ledger.retarget(untargeted=True)
     assert [record.target_step for record in ledger.records()] == [7, 7, 7, 8, 8, 8, None]
     ledger.audit()
 
@@ -406,7 +424,7 @@ def test_fewer_groups_per_step_keeps_all() -> None:
     cut = cut_of(ledger_with("committed", "committed", "committed", "committed", target=0))
     ledger = Ledger.restored(cut, prompts_per_step=2, group_size=G)
     assert ledger.prompts_per_step == 2
-    ledger.retarget(2)
+    ledger.retarget()
     assert [record.target_step for record in ledger.records()] == [0, 0, 1, 1]
 
 
@@ -569,7 +587,6 @@ class LedgerModel(RuleBasedStateMachine):
             attempt=old.attempt + 1,
             infra_failures=old.infra_failures + (cause in ("infra", "commit")),
             data_failures=old.data_failures + (cause == "data"),
-            stale_requeues=old.stale_requeues + (cause == "stale"),
         )
 
     @precondition(lambda self: self.in_state("in_flight"))
@@ -641,6 +658,27 @@ class LedgerModel(RuleBasedStateMachine):
             start_weight_version=None,
         )
         self.commits.remove(ordinal)
+
+    @precondition(lambda self: self.in_state("in_flight"))
+    @rule(data=st.data(), again=st.booleans())
+    def abort(self, data: st.DataObject, again: bool) -> None:
+        ordinal = self.pick(data, "in_flight")
+        left, old = self.ledger.abort(ordinal, requeue=again), self.model[ordinal]
+        if not again:
+            assert left == old
+            self.remove(ordinal)
+            self.gone["dropped"] += 1
+            return
+        ahead = old.target_step is not None and old.target_step >= self.version
+        self.put(
+            ordinal,
+            state="waiting",
+            attempt=old.attempt + 1,
+            stale_requeues=old.stale_requeues + 1,
+            target_step=old.target_step if ahead else None,
+            start_weight_version=None,
+            finished=(),
+        )
 
     @rule()
     def restart(self) -> None:

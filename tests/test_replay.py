@@ -17,7 +17,7 @@ from test_controller import at, settings, uneven
 from virtual_clock import VirtualClockLoop
 
 from sc_core.audit import audit
-from sc_core.config import ControllerConfig, SamplerConfig
+from sc_core.config import ControllerConfig, RolloutRecoveryConfig, SamplerConfig
 from sc_core.decisions import DecisionSettings
 from sc_core.errors import RestoreError
 from sc_core.events import Event, JsonlEventLog
@@ -123,6 +123,77 @@ async def test_retries_drops_and_streaming_chunks() -> None:
     assert replayed(run).selections > 12
 
 
+@pytest.mark.parametrize("sampler", ["in_order-0", "in_order-2", "ready_first", "weight_fifo"])
+@pytest.mark.parametrize("reserve", [0, 3])
+def test_shorter_steps_and_prompts_in_reserve(sampler: str, reserve: int) -> None:
+    async def script(prompt: Any, sibling: int, version: int) -> None:
+        if prompt.ordinal % 7 == 2:
+            await anyio.sleep(1 + prompt.ordinal % 3)
+            raise ConnectionError("engine went away")
+
+    failure = {
+        "on_dropped_prompt": "shortfall",
+        "max_infra_attempts_per_prompt": 1,
+        "replacement_reserve_prompts": reserve,
+    }
+    config = settings(sampler, async_rl={"rollout_failure": failure})
+    run = MemoryRun(config, range(200), latency=uneven, script=script)
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        assert runner.run(run.run(crash_when=at("trained", 21))) is None
+    report = replayed(lived(run))
+    dropped = [event for event in run.log.events if event.event == "dropped"]
+    assert any(event.step is not None for event in dropped)
+    assert report.selections >= 12 and len(report.history) == 2
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "requeue"])
+@pytest.mark.parametrize("sampler", ["in_order-2", "windowed", "weight_fifo"])
+def test_a_tail_that_is_given_up(sampler: str, on_stale: str) -> None:
+    rl = {"on_stale_prompt": on_stale, "min_groups_for_streaming_train": 1}
+    config = settings(sampler, grpo={"short_last_step": "drop"}, async_rl=rl)
+    run = lived(MemoryRun(config, range(18), latency=uneven))
+    assert replayed(run).evictions >= 2
+    events = run.log.events
+    number = of_kind(events, "evicted")[-1]
+    tail = events[number]
+    found = difference(
+        forged(events, number, "selected", ordinal=tail.ordinal, group_id=tail.group_id, step=5)
+    )
+    assert (found.seq, found.decision) == (tail.seq, "evict")
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "requeue"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_aborts_are_the_samplers(on_stale: str, granularity: str) -> None:
+    rl = {
+        "weight_sync_mode": "abort_stale",
+        "max_buffered_rollouts": 12,
+        "on_stale_prompt": on_stale,
+    }
+    config = settings("windowed", async_rl=rl)
+    recovery = msgspec.convert({"default_granularity": granularity}, RolloutRecoveryConfig)
+
+    def latency(prompt: Any, sibling: int) -> float:
+        return 20.0 + sibling if prompt.ordinal % 5 == 3 else 1.0 + sibling / 2
+
+    run = MemoryRun(replace(config, rollout_recovery=recovery), range(200), latency=latency)
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        assert runner.run(run.run(crash_when=at("trained", 17))) is None
+    assert replayed(lived(run)).evictions > 1
+    events = [event for event in run.log.events if event.incarnation == run.log.incarnation]
+    events = [event for event in run.log.events if event.seq < events[0].seq]  # the first life
+    number = of_kind(events, "aborted")[0]
+    aborted = events[number]
+    out = next(n for n in of_kind(events, "dispatched") if events[n].ordinal == aborted.ordinal)
+    early = forged(events, out + 1, "aborted", ordinal=aborted.ordinal, group_id=aborted.group_id)
+    found = difference(early)
+    assert (found.seq, found.ordinal) == (early[-1].seq, aborted.ordinal)
+    assert (found.decision, found.answer) == (
+        "abort",
+        "the sampler may still select what started at version 0",
+    )
+
+
 @pytest.mark.anyio
 async def test_a_log_on_disk_that_ends_amid_an_instant(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
@@ -226,13 +297,15 @@ def test_one_group_too_few_and_one_too_many() -> None:
 def test_a_step_finished_short_while_more_could_come() -> None:
     config = settings("in_order-2", async_rl={"min_groups_for_streaming_train": 1})
     events = lived(MemoryRun(config, range(100), latency=uneven)).log.events
-    last = [number for number in of_kind(events, "selected") if events[number].step == 3][-1]
-    left_out = events[last].ordinal
+    selected = of_kind(events, "selected")
+    last = {events[n].step: n for n in selected}  # of each step
+    step, alone = next((step, n) for step, n in last.items() if n - 1 not in selected)
+    left_out = events[alone].ordinal
     short = [e for e in events if e.ordinal != left_out or e.event not in ("selected", "trained")]
     found = difference(short)
-    first = events[min(n for n in of_kind(events, "trained") if events[n].step == 3)]
-    assert found.seq in (first.seq, first.seq + 1) and found.decision == "ledger"
-    assert found.answer == "the step has 1 groups too few, and more can come"
+    first = next(e for e in short if (e.event, e.step) == ("trained", step))
+    assert (found.seq, found.decision) == (first.seq, "ledger")
+    assert found.answer == "the step has 1 groups too few"
 
 
 def test_another_target_stamped() -> None:

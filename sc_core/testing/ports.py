@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
 from sc_core.disk import LOCAL, Disk
-from sc_core.errors import BundleDamaged, EndOfPrompts
+from sc_core.errors import BundleDamaged, EndOfPrompts, EnginesFailed, RolloutError, WorkerDied
 from sc_core.ports import Columns, DataPlane
 from sc_core.records import Batch, Prompt, PulledPrompt, Sample
+from sc_core.watched import Watched
 
 Latency = Callable[[Prompt, int], float]
 Script = Callable[[Prompt, int, int], Awaitable[None]]
@@ -30,10 +31,14 @@ def _hash(*parts: object) -> str:
 
 
 class ListPrompts:
-    """A `PromptSource` over a list, for a number of epochs; a position is a count of prompts."""
+    """A `PromptSource` over a list, for a number of epochs; a position is a count of prompts.
 
-    def __init__(self, prompts: Sequence[Any], *, epochs: int = 1) -> None:
-        self._prompts = list(prompts)
+    As from a loader that drops the last batch if it is short, each epoch ends with the last
+    whole batch of `batch` prompts.
+    """
+
+    def __init__(self, prompts: Sequence[Any], *, epochs: int = 1, batch: int = 1) -> None:
+        self._prompts = list(prompts)[: len(prompts) // batch * batch]
         self._epochs = epochs
         self._next = 0
         self.pulled: list[Any] = []  #: every payload given, in order
@@ -111,11 +116,12 @@ class MemoryTrainer:
 
 
 class MemoryEngines:
-    """`RolloutWorker` and `WeightSync` in one: generates tokens from the weights it was given.
+    """`RolloutWorker`, `WeightSync` and `EngineFleet` in one.
 
-    `latency` gives the virtual seconds that one sibling takes. `script` is awaited before a
-    sibling is generated, with the prompt, the sibling and the weight version; it may sleep,
-    raise or hang.
+    Each engine generates tokens from the weights it was given. A request goes to the one with
+    the fewest, waits while that is paused, and ends by the weights it has then. `latency` gives
+    the virtual seconds that one sibling takes. `script` is awaited before a sibling is
+    generated, with the prompt, the sibling and the weight version; it may sleep, raise or hang.
     """
 
     def __init__(
@@ -129,38 +135,126 @@ class MemoryEngines:
         self._trainer = trainer
         self._latency = latency
         self._script = script
-        self._weights = ""
-        self.serves = {f"engine{i}": -1 for i in range(engines)}  #: confirmed version of each
-        self.paused = False
+        self._engines = {f"engine{i}": _Engine() for i in range(engines)}
+        self._weights, self._version = "", -1  #: of the last transfer
+        self._syncing = Watched(False)
+        self._faults: dict[tuple[str, str], int] = {}
+        self.out: dict[str, str] = {}  #: engines that were put out, and why
         self.rollouts: list[tuple[int, int, int]] = []  #: ordinal, sibling, version of each call
+
+    @property
+    def serves(self) -> dict[str, int]:
+        """The version that each engine in service has confirmed."""
+        return {name: engine.version for name, engine in self._engines.items()}
+
+    @property
+    def paused(self) -> bool:
+        """Whether any engine in service is."""
+        return any(engine.resumed is not None for engine in self._engines.values())
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """Requests, by engine in service."""
+        return {name: len(engine.requests) for name, engine in self._engines.items()}
+
+    def fail(self, call: Literal["pause", "transfer", "resume"], engine: str, times: int) -> None:
+        """Have the next `times` such calls to an engine fail."""
+        self._faults[call, engine] = times
+
+    async def join(self, name: str) -> None:
+        """An engine more: it gets the weights of the last sync, then requests."""
+        if name in self._engines:
+            raise ValueError(f"there is an engine {name} already")
+        while True:
+            await self._syncing.wait_until(lambda syncing: not syncing)
+            engine = _Engine(self._weights, self._version)
+            await anyio.lowlevel.checkpoint()  # the weights are on their way
+            if not self._syncing.value and engine.version == self._version:
+                self._engines[name] = engine
+                return
+
+    def leave(self, name: str) -> None:
+        """An engine less. Requests that it has are finished, by the weights it has."""
+        self._engines.pop(name).resume()
+
+    def put_out(self, engine: str, reason: str) -> int:
+        self.out[engine] = reason
+        gone = self._engines.pop(engine)
+        for request in gone.requests:
+            request.cancel()
+        return len(self._engines)
 
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         self.rollouts.append((prompt.ordinal, sibling, weight_version))
-        if self._script is not None:
-            await self._script(prompt, sibling, weight_version)
-        await anyio.sleep(self._latency(prompt, sibling))
-        made = _hash(self._weights, prompt.payload, prompt.ordinal, sibling, weight_version)
-        reward = int(made[0], 16) / 15
-        return Sample(
-            fields={"tokens": [int(c, 16) for c in made[: 4 + sibling]], "reward": reward},
-            reward=reward,
-            tokens=4 + sibling,
-            end_weight_version=self.serves["engine0"],
-        )
+        if not self._engines:
+            raise WorkerDied("every engine", "none is left")
+        name, engine = min(self._engines.items(), key=lambda each: len(each[1].requests))
+        with anyio.CancelScope() as request:
+            engine.requests.append(request)
+            try:
+                if self._script is not None:
+                    await self._script(prompt, sibling, weight_version)
+                await anyio.sleep(self._latency(prompt, sibling))
+                while engine.resumed is not None:
+                    await engine.resumed.wait()
+            finally:
+                engine.requests.remove(request)
+            made = _hash(engine.weights, prompt.payload, prompt.ordinal, sibling, weight_version)
+            reward = int(made[0], 16) / 15
+            return Sample(
+                fields={"tokens": [int(c, 16) for c in made[: 4 + sibling]], "reward": reward},
+                reward=reward,
+                tokens=4 + sibling,
+                end_weight_version=engine.version,
+            )
+        raise RolloutError(f"{name} was put out of service: {self.out[name]}")
 
     async def pause(self) -> None:
         await anyio.lowlevel.checkpoint()
-        self.paused = True
+        self._syncing.set(True)
+        self._each("pause", _Engine.pause)
 
     async def transfer(self, version: int) -> Mapping[str, int]:
         await anyio.lowlevel.checkpoint()
-        self._weights = self._trainer.weights
-        self.serves = dict.fromkeys(self.serves, version)
-        return dict(self.serves)
+
+        def load(engine: _Engine) -> None:
+            engine.weights, engine.version = self._trainer.weights, version
+
+        self._each("transfer", load)
+        self._weights, self._version = self._trainer.weights, version
+        return self.serves
 
     async def resume(self) -> None:
         await anyio.lowlevel.checkpoint()
-        self.paused = False
+        self._each("resume", _Engine.resume)
+        self._syncing.set(False)
+
+    def _each(self, call: str, work: Callable[[_Engine], None]) -> None:
+        failures: dict[str, str] = {}
+        for name, engine in self._engines.items():
+            if self._faults.get((call, name), 0) > 0:
+                self._faults[call, name] -= 1
+                failures[name] = f"{call} was told to fail"
+            else:
+                work(engine)
+        if failures:
+            raise EnginesFailed(call, failures)
+
+
+class _Engine:
+    def __init__(self, weights: str = "", version: int = -1) -> None:
+        self.weights, self.version = weights, version
+        self.resumed: anyio.Event | None = None  #: while it is paused
+        self.requests: list[anyio.CancelScope] = []
+
+    def pause(self) -> None:
+        if self.resumed is None:
+            self.resumed = anyio.Event()
+
+    def resume(self) -> None:
+        if self.resumed is not None:
+            self.resumed.set()
+            self.resumed = None
 
 
 class MeanBaseline:

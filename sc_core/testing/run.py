@@ -28,6 +28,7 @@ from sc_core.testing.ports import (
     Script,
 )
 from sc_core.verify import candidates, verify
+from sc_core.weights import TurnGate
 
 
 class MemoryRun:
@@ -46,22 +47,32 @@ class MemoryRun:
         *,
         directory: Path = Path("/checkpoints"),
         epochs: int = 1,
+        batch: int = 1,
         latency: Latency = lambda prompt, sibling: 0.0,
         script: Script | None = None,
         hooks: Hooks | None = None,
         group_filter: GroupFilter | None = None,
         sampler: Sampler | None = None,
+        engines: int = 1,
+        replaceable: bool = False,
+        turns: bool = False,
     ) -> None:
+        """`replaceable`: the run goes on without an engine that fails. `turns`: `self.turns` is a
+        `TurnGate` for `script`."""
         self.directory = directory
         self.config = config
         self.prompts = prompts
         self.epochs = epochs
+        self.batch = batch
         self.latency = latency
         self.script = script
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
         self.estimator: AdvantageEstimator = MeanBaseline()
+        self.engine_count = engines
+        self.replaceable = replaceable
+        self._has_turns = turns
         self.resume: Literal["auto", "never"] | Path = "auto"
         self.runner: Runner = inline
         self.log = MemoryEventLog()
@@ -75,8 +86,11 @@ class MemoryRun:
         self.lives += 1
         self.store = MemoryStore()
         self.trainer = MemoryTrainer(MemoryDataPlane(self.store), disk=self.disk)
-        self.engines = MemoryEngines(self.trainer, latency=self.latency, script=self.script)
-        self.source = ListPrompts(self.prompts, epochs=self.epochs)
+        self.engines = MemoryEngines(
+            self.trainer, engines=self.engine_count, latency=self.latency, script=self.script
+        )
+        self.turns = TurnGate() if self._has_turns else None
+        self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
@@ -106,8 +120,12 @@ class MemoryRun:
             bundles=bundles,
             group_filter=self.group_filter,
             sampler=self.sampler,
+            fleet=self.engines if self.replaceable else None,
+            turns=self.turns,
         )
-        return SingleController(self.config, ready, ports, runner=self.runner)
+        return SingleController(
+            self.config, ready, ports, runner=self.runner, clock=anyio.current_time
+        )
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0
