@@ -64,6 +64,7 @@ from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
 from sc_core.ports import Trainer as Trainer
+from sc_core.ports import ValidationPrompts as ValidationPrompts
 from sc_core.ports import WeightSync as WeightSync
 from sc_core.records import Batch as Batch
 from sc_core.records import Cut as Cut
@@ -160,6 +161,7 @@ __all__ = [
     "StopTimeout",
     "Trainer",
     "TurnGate",
+    "ValidationPrompts",
     "VerifiedBundle",
     "Watched",
     "WeightSync",

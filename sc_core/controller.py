@@ -19,7 +19,8 @@ from sc_core.bundle import BundleStore
 from sc_core.calls import ended_from_outside, in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
 from sc_core.decisions import DecisionSettings
-from sc_core.errors import RestoreOrderError, StallError, root_cause
+from sc_core.errors import ConfigError, RestoreOrderError, StallError, root_cause
+from sc_core.evaluation import Evaluator
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
 from sc_core.places import Places
@@ -35,6 +36,7 @@ from sc_core.ports import (
     Runner,
     Sampler,
     Trainer,
+    ValidationPrompts,
     WeightSync,
 )
 from sc_core.records import Cut, LedgerRecord, SampleId
@@ -68,6 +70,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     bundles: BundleStore | None = None  #: None, or `checkpointing.enabled: false`: no checkpoints
     group_filter: GroupFilter | None = None
     sampler: Sampler | None = None  #: None: the one that the settings name
+    validation: ValidationPrompts | None = None  #: needed for `grpo.val_period` and its like
     fleet: EngineFleet | None = None  #: None: the run ends with the first engine that fails
     turns: TurnGate | None = None  #: for a worker that makes several requests for a sibling
 
@@ -97,6 +100,8 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[str, ...]  #: that confirmed the last sync
     engines_out: Mapping[str, str]  #: put out of service since they last confirmed, and why
     last_metrics: Mapping[str, Any]
+    last_evaluation: Mapping[str, float] = {}  #: metrics of the last finished one
+    evaluating: int = 0  #: in-flight slots that an evaluation holds or waits for
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
 
 
@@ -122,7 +127,8 @@ class SingleController:
         `clock` dates barrier sections in reports; on a virtual clock, `anyio.current_time`.
 
         Raises:
-            ConfigError: the settings can never fill a step; the message has the numbers.
+            ConfigError: the settings can never fill a step, and the message has the numbers; or
+                they ask for an evaluation, and `ports` have no prompts for it.
         """
         self._config = config
         self._ports = ports
@@ -138,6 +144,7 @@ class SingleController:
         self._state = RunState(
             self._ledger_from(bundle), Places(capacity), self._sampler, ports.events
         )
+        self._evaluator = self._build_evaluator()
         self._barrier = CheckpointBarrier(clock=clock)
         self._reporter = Reporter(self._state, self._barrier, config)
         self._watchdog = Watchdog(
@@ -253,6 +260,8 @@ class SingleController:
             engines=state.engines or (),
             engines_out=dict(state.engines_out),
             last_metrics={} if self._pump is None else self._pump.last_metrics,
+            last_evaluation=(ledger.evaluation and ledger.evaluation.summary) or {},
+            evaluating=state.evaluating,
             quiet_s=self._watchdog.quiet_s,
         )
 
@@ -334,6 +343,7 @@ class SingleController:
             weights,
             window,
             ports.metrics,
+            self._evaluator,
         )
         await self._settle_in(plane, rows)
         reason: EndReason | None = None
@@ -380,6 +390,23 @@ class SingleController:
         )
 
     # from a bundle ---------------------------------------------------------------------
+
+    def _build_evaluator(self) -> Evaluator | None:
+        ports = self._ports
+        if not self._config.grpo.evaluates:
+            return None
+        if ports.validation is None:
+            raise ConfigError(
+                "grpo.val_period, val_at_start or val_at_end asks for an evaluation, and there are"
+                " no prompts for it: give the controller a port `validation`"
+            )
+        return Evaluator(
+            self._state,
+            self._config,
+            ports.worker,
+            ports.validation,
+            max_inflight=self._max_inflight,
+        )
 
     def _ledger_from(self, bundle: VerifiedBundle | None) -> Ledger:
         grpo = self._config.grpo

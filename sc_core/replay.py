@@ -430,10 +430,9 @@ class _Replay:
         elif kind == "aborted":
             self._aborts(state, event, ordinal)
         elif kind == "dropped":
-            short = None
-            if event.step is not None:
-                targeted = state.sampler.stamps_targets
-                short = state.ledger.step_to_shorten(ordinal, targeted=targeted)
+            record, short = state.ledger.get(ordinal), None
+            if event.step is not None and record is not None:
+                short = state.ledger.can_shorten(state.sampler.step_of(state.ledger, record))
             state.dropped(ordinal, event.reason or "", short_step=short)
         elif kind == "selected":
             self._selects(state, event)

@@ -1,7 +1,8 @@
 """The rollout pump: which prompt goes out next, and what becomes of each attempt.
 
-A sampler's yes lets a prompt leave the source; a place, an in-flight slot and the open weight
-gate let it be dispatched. Stamp and dispatch are one synchronous step.
+A sampler's yes lets a prompt leave the source; a place, an in-flight slot that no evaluation
+waits for, and the open weight gate let it be dispatched. Stamp and dispatch are one synchronous
+step.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class RolloutPump:
         if (
             state.gate_closed_for is not None
             or state.stop_reason is not None
-            or ledger.in_flight_count >= self._max_inflight
+            or ledger.in_flight_count + state.evaluating >= self._max_inflight
             or ledger.waiting_count <= len(self._backing_off)
         ):
             return None

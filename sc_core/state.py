@@ -18,7 +18,7 @@ from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
-from sc_core.records import Cut, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
+from sc_core.records import Cut, Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ class RunState:
         self.save_on_stop = True
         self.save_requested = False
         self.requests = Watched(0)  #: rollout calls under way, or about to begin
-        self.progress = 0  #: trained steps, syncs and saves so far; what the watchdog looks at
+        self.evaluating = 0  #: in-flight slots that an evaluation holds or waits for
+        self.progress = 0
+        """Trained steps, evaluations, syncs and saves so far; what the watchdog looks at."""
         self.log_failure: Exception | None = None  #: why the event log took no more
         self.commit_wait_s = 0.0  #: total time that commits waited for the barrier
         self._changes: Watched[RunState] = Watched(self)
@@ -119,8 +121,8 @@ class RunState:
         return record
 
     def _gone(self, record: LedgerRecord, reason: str, short_step: int | None = None) -> None:
-        ordinal = record.ordinal
         self.last_drops.append(reason)
+        ordinal = record.ordinal
         if ordinal in self.places:
             self.places.release(ordinal)
         self.close_gap()
@@ -142,9 +144,9 @@ class RunState:
 
     def skipped(self, ordinal: int, after: Failure, reason: str, *, shorten: bool) -> None:
         """Drop a prompt that used up its attempts; with `shorten` a step goes without it."""
-        step = None
-        if shorten:
-            step = self.ledger.step_to_shorten(ordinal, targeted=self.sampler.stamps_targets)
+        step, record = None, self.ledger.get(ordinal)
+        if shorten and record is not None:
+            step = self.ledger.can_shorten(self.sampler.step_of(self.ledger, record))
         kind = f"{after} failure" if step is None else f"{after} failure, step made shorter"
         self.dropped(ordinal, f"{kind}: {reason}", after=after, short_step=step)
 
@@ -281,6 +283,12 @@ class RunState:
     def saved(self, **fields: Any) -> None:
         self.progress += 1
         self._emit("checkpoint", **fields)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The evaluation under way is a result further, or finished."""
+        self.ledger.evaluation = evaluation
+        self.progress += evaluation.summary is not None
+        self.touch()
 
     def request_stop(self, reason: str, *, save: bool = True) -> None:
         """The first reason counts; one request without a save is enough for there to be none."""

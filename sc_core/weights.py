@@ -155,6 +155,8 @@ class WeightUpdates:
                 attempts_left -= 1
                 if attempts_left <= 0:
                     if not isinstance(exc, EnginesFailed):
+                        if isinstance(exc, WeightSyncError):
+                            raise
                         raise WeightSyncError(
                             f"weight_sync.{name} failed: {type(exc).__name__}: {exc}"
                         ) from exc

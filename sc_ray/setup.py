@@ -40,13 +40,14 @@ from sc_core import (
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor, GenerationSpec
 from sc_ray.hosted import EventLoop, in_abandonable_thread
-from sc_ray.prompts import TaskPrompts
+from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
-from sc_ray.tasks import Task, exact_match, larger_digit, load_jsonl, load_reward
+from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
@@ -127,18 +128,26 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             opened.callback(metrics.close)
             trainer = RayTrainer(self.trainer)
             engines = [RayEngine(actor, name=name) for name, actor in self.generation.items()]
-            sync = FileWeightSync(trainer, engines, run_id=run_id(run_dir))
+            sync = FileWeightSync(
+                trainer,
+                engines,
+                run_id=run_id(run_dir),
+                engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
+            )
             opened.callback(sync.close)
+            rollouts = RayRollouts(engines)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
-                worker=RayRollouts(engines),
+                worker=rollouts,
                 trainer=trainer,
                 weight_sync=sync,
+                fleet=RayFleet(sync, rollouts),
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
                 bundles=store if config.checkpointing.enabled else None,
+                validation=build_held_out(self.task),
             )
             yield SingleController(
                 config.controller, ready, ports, runner=runner, settings=to_plain(config)
@@ -256,11 +265,13 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     if config.jsonl is not None:
         task = load_jsonl(Path(config.jsonl), reward=reward or exact_match)
     elif config.name in _BUILT_IN:
-        task = _BUILT_IN[config.name](seed=seed)
+        task = hold_out(_BUILT_IN[config.name](seed=seed), config.held_out)
     else:
         near = difflib.get_close_matches(config.name, _BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else f"built in: {', '.join(_BUILT_IN)}"
         raise ConfigError(f"task.name: there is no task {config.name}; {hint}")
+    if config.val_jsonl is not None:
+        task = msgspec.structs.replace(task, held_out=load_jsonl(Path(config.val_jsonl)).prompts)
     return msgspec.structs.replace(
         task,
         reward=reward or task.reward,
@@ -277,6 +288,11 @@ def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
         max_epochs=config.grpo.max_num_epochs,
         batch=config.grpo.num_prompts_per_step if config.task.drop_last else 1,
     )
+
+
+def build_held_out(task: Task) -> HeldOutPrompts | None:
+    """The prompts of evaluations; None if the task has none."""
+    return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
 def build_estimator(config: TrainConfig) -> GrpoAdvantages:

@@ -23,7 +23,7 @@ LAYERS = [
     {"samplers"},
     {"state", "rows", "decisions", "estimates", "bundle", "verify", "returned", "waits"},
     {"retention", "advantage", "weights", "causes", "budget", "attempt", "audit"},
-    {"finaliser", "rollout", "replay", "stale", "report"},
+    {"finaliser", "rollout", "replay", "stale", "report", "evaluation"},
     {"window", "watchdog"},
     {"train", "restore"},
     {"controller", "outlook"},

@@ -20,6 +20,7 @@ from sc_core.testing.disk import MemoryDisk as MemoryDisk
 from sc_core.testing.events import MemoryEventLog as MemoryEventLog
 from sc_core.testing.ports import LeaveOneOut as LeaveOneOut
 from sc_core.testing.ports import ListPrompts as ListPrompts
+from sc_core.testing.ports import ListValidation as ListValidation
 from sc_core.testing.ports import MeanBaseline as MeanBaseline
 from sc_core.testing.ports import MemoryEngines as MemoryEngines
 from sc_core.testing.ports import MemoryMetrics as MemoryMetrics

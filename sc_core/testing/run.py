@@ -21,6 +21,7 @@ from sc_core.testing.events import MemoryEventLog
 from sc_core.testing.ports import (
     Latency,
     ListPrompts,
+    ListValidation,
     MeanBaseline,
     MemoryEngines,
     MemoryMetrics,
@@ -53,6 +54,7 @@ class MemoryRun:
         hooks: Hooks | None = None,
         group_filter: GroupFilter | None = None,
         sampler: Sampler | None = None,
+        held_out: Sequence[Any] | None = None,
         engines: int = 1,
         replaceable: bool = False,
         turns: bool = False,
@@ -70,6 +72,7 @@ class MemoryRun:
         self.group_filter = group_filter
         self.sampler = sampler
         self.estimator: AdvantageEstimator = MeanBaseline()
+        self.held_out = held_out  #: prompts for evaluations; None: no port for them
         self.engine_count = engines
         self.replaceable = replaceable
         self._has_turns = turns
@@ -120,6 +123,7 @@ class MemoryRun:
             bundles=bundles,
             group_filter=self.group_filter,
             sampler=self.sampler,
+            validation=None if self.held_out is None else ListValidation(self.held_out),
             fleet=self.engines if self.replaceable else None,
             turns=self.turns,
         )

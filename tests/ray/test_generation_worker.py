@@ -563,6 +563,29 @@ async def test_a_group_goes_to_the_engine_with_the_fewest_siblings(puppets: list
     assert puppets[0].sent == [0, 4, 5]
 
 
+async def test_requests_of_an_engine_put_out_end_at_once(puppets: list[Puppet]) -> None:
+    for puppet in puppets:
+        await await_ref(puppet.actor.close.remote())
+    rollouts = RayRollouts(puppets)
+    ended: list[str] = []
+
+    async def ask(sibling: int) -> None:
+        with pytest.raises(RolloutError) as caught:
+            await rollouts.rollout(prompt_of(0), sibling, 1)
+        ended.append(str(caught.value))
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(ask, 0)
+        tg.start_soon(ask, 1)
+        await anyio.wait_all_tasks_blocked()
+        rollouts.put_out("a", "it does not answer")
+    assert ended == ["a was put out of service: it does not answer"] * 2
+    await await_ref(puppets[1].actor.open.remote())
+    assert (await rollouts.rollout(prompt_of(1), 0, 1)).reward == 1
+    assert (puppets[0].sent, puppets[1].sent) == ([0], [1])
+    assert not any(rollouts._calls.values())
+
+
 async def kill(actor: Any) -> None:
     """Kill an actor and wait until it is known to be dead; Ray may still answer a call or two."""
     ray.kill(actor)
