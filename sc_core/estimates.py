@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sc_core.errors import EstimatorError
+from sc_core.ports import Columns
 from sc_core.records import Batch, SampleId
 
 MASKED = "masked"
@@ -32,7 +33,7 @@ def check_reads_masks(batch: Batch, read: Sequence[str]) -> None:
 
 
 def check_estimates(
-    columns: object,
+    columns: Columns,
     rows: Sequence[SampleId],
     *,
     read: Sequence[str],
@@ -43,13 +44,9 @@ def check_estimates(
     `read` are the columns that the estimator was given, and `names` those that it made before.
 
     Raises:
-        EstimatorError: these are not the columns, one has not a value per row, or a value is
-            not finite; names the column, and row and group where it is one.
+        EstimatorError: these are other columns, or a value is not finite; names the column, and
+            row and group of the value.
     """
-    if not isinstance(columns, Mapping):
-        raise EstimatorError(
-            f"the advantage estimator returned {type(columns).__name__}, not a column per name"
-        )
     found = frozenset(columns)
     if names is not None and found != names:
         raise EstimatorError(
@@ -62,12 +59,6 @@ def check_estimates(
             f" ones, and {_listed(read)} were given to it"
         )
     for name, values in columns.items():
-        many = len(values) if isinstance(values, Sized) else "not several"
-        if many != len(rows):
-            raise EstimatorError(
-                f"the advantage estimator returned {many} values of {name} for {len(rows)} rows,"
-                f" of which the first is {rows[0]}"
-            )
         for row, value in zip(rows, values, strict=True):
             if not _is_finite(value):
                 raise EstimatorError(

@@ -333,6 +333,9 @@ class _Replay:
         places = Places(settings.places)
         self._state = RunState(ledger, places, sampler, self._next, clock=lambda: 0.0)
         if cut is not None:
+            for record in ledger.records():
+                if record.admitted:
+                    places.restore(record.ordinal)
             self._state.restored(cut, load_replay_buffer=settings.load_replay_buffer)
 
     def _as_restored(

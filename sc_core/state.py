@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 
+from sc_core.calls import ended_from_outside, failed
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
@@ -24,6 +25,7 @@ from sc_core.watched import Watched
 logger = logging.getLogger(__name__)
 
 GROUPS_READY = "groups to train on"
+EVALUATED = "the results of an evaluation"
 DRAINED = "the end of all rollout requests"
 GATE_OPEN = "the weight gate"
 PUBLISHED = "the bundle under way"
@@ -243,13 +245,10 @@ class RunState:
     def restored(self, cut: Cut, *, load_replay_buffer: bool) -> None:
         """Make the ledger of `cut` fit the settings of now, before anything starts.
 
-        What was admitted has its place, even if there are fewer of them. Targets are given anew
-        where sampler or step size changed, or where the committed groups go out again.
+        Targets are given anew where sampler or step size changed, or where the committed groups
+        go out again.
         """
         ledger = self.ledger
-        for record in ledger.records():
-            if record.admitted:
-                self.places.restore(record.ordinal)
         if not load_replay_buffer:
             for group in ledger.index.groups():
                 self.regenerated(group, reason="load_replay_buffer is false")
@@ -258,6 +257,10 @@ class RunState:
         if self.sampler.stamps_targets and (changed or not load_replay_buffer):
             ledger.retarget(untargeted=True)
         self.close_gap()
+
+    def record(self, kind: EventKind, **fields: Any) -> None:
+        """Tell the event log of something that changes neither ledger nor places."""
+        self._append_many(kind, [fields])
 
     def engine_out(self, engine: str, reason: str) -> None:
         """An engine was put out of service."""
@@ -327,7 +330,12 @@ class RunState:
             else:
                 self.events.append_many(kind, each)
         except Exception as exc:
-            self.log_failure = exc
+            self.log_failure = failed(f"appending {kind} to the event log", exc)
+            raise self.log_failure from exc
+        except BaseException as exc:  # of a cancel that no await was there for
+            call = f"appending {kind} to the event log"
+            self.log_failure = ended_from_outside(call)
+            exc.add_note(call)
             raise
 
     def require_log(self) -> None:
