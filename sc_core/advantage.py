@@ -87,7 +87,7 @@ class AdvantageStage:
                 ids = tuple(row for group in groups for row in group.sample_ids)
                 columns = await self._rows.get(ids, stored)
                 if MASKED in wanted:
-                    columns[MASKED] = [masked for group in groups for _, masked in masks_of(group)]
+                    columns[MASKED] = [one for group in groups for one in masks_of(group)]
                 await send.send((ids, tuple(len(g.sample_ids) for g in groups), columns))
 
     async def _estimate(

@@ -71,10 +71,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     masked: tuple[int, ...] = ()  #: siblings that are not trained on, ascending
 
 
-def masks_of(group: Group) -> Iterator[tuple[SampleId, bool]]:
-    """Each row of a group, and whether it is masked."""
-    for sibling, row in enumerate(group.sample_ids):
-        yield row, sibling in group.masked
+def masks_of(group: Group) -> list[bool]:
+    """Of each row of a group, whether it is masked."""
+    if not group.masked:
+        return [False] * len(group.sample_ids)
+    return [sibling in group.masked for sibling in range(len(group.sample_ids))]
 
 
 class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -136,7 +137,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """The rows that are not masked: what a gradient may come from. There may be none."""
         if not any(group.masked for group in self.groups):
             return self.sample_ids
-        return tuple(row for group in self.groups for row, masked in masks_of(group) if not masked)
+        return tuple(
+            row
+            for group in self.groups
+            for row, masked in zip(group.sample_ids, masks_of(group), strict=True)
+            if not masked
+        )
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
