@@ -183,6 +183,8 @@ async def test_h07_a_run_ends_with_its_data(sampler: str, case: str, tail: str) 
             "exhausted",
             full + len(short),
         )
+        selected = len(of_kind(effective(run), "selected"))  # no step is begun to be given up
+        assert selected == sum(map(len, run.trainer.trained))
         reasons = Counter((e.reason or "").partition(":")[0] for e in dropped(run))
         left = {"short last step": rest} if rest and tail == "drop" else {}
         assert reasons == {**left, **({"infra failure": lost} if lost else {})}
