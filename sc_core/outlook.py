@@ -89,7 +89,7 @@ def outlook(
             " in before a place is free"
         )
     if cut.exhausted:
-        notes.append("gets no new prompts: the source had ended")
+        notes.append("asks the source once more, which had no more prompts")
     return Outlook(notes=tuple(notes))
 
 

@@ -107,9 +107,11 @@ def test_ready_groups_that_are_too_old_for_another_sampler_are_given_up() -> Non
     ) in outlook(older(make_cut()), config()).notes
 
 
-def test_a_source_that_had_ended_gives_no_more() -> None:
+def test_a_source_that_had_ended_is_asked_once_more() -> None:
     cut = msgspec.structs.replace(make_cut(), exhausted=True)
-    assert outlook(cut, config()).notes[-1] == "gets no new prompts: the source had ended"
+    assert (
+        outlook(cut, config()).notes[-1] == "asks the source once more, which had no more prompts"
+    )
 
 
 def test_what_was_in_flight_is_counted() -> None:
