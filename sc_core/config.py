@@ -18,6 +18,9 @@ from sc_core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 _BUDGET = re.compile(r"([0-9]{1,3}):([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])")
+VAL_METRICS = ("val/reward", "val/reward_std", "val/prompts", "val/failed", "val/tokens")
+"""Mean reward over prompts, and its standard deviation over them, unless all failed; how many were
+evaluated, and how many could not be; generated tokens."""
 SamplerName = Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"]
 
 
@@ -35,6 +38,16 @@ class GrpoConfig(_Settings, frozen=True):
     step: they make one short step, or are dropped, which the event log records. Steps run on from
     one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
+    val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
+    val_at_start: bool = False  #: evaluate before the first step, too
+    val_at_end: bool = False  #: and after the last one
+    max_val_samples: int | None = None  #: held-out prompts per evaluation; None: all there are
+    num_val_generations_per_prompt: int = 1
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return bool(self.val_period or self.val_at_start or self.val_at_end)
 
 
 class SamplerConfig(_Settings, frozen=True):
@@ -53,8 +66,9 @@ class RolloutFailureConfig(_Settings, frozen=True):
     on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
     """What follows when a prompt has used up its attempts. `replace`: it is dropped, and the next
     prompt takes its place. `shortfall`: it is dropped, and its step trains one group less: the
-    step it was meant for under `in_order`, else the one being filled. The last group of a step
-    is replaced. `fail`: the run ends. Groups dropped as stale, or by a filter, are replaced."""
+    step it was meant for under `in_order`, the last that could have trained it under
+    `weight_fifo`, else the one being filled. The last group of a step is replaced. `fail`: the
+    run ends. Groups dropped as stale, or by a filter, are always replaced."""
     max_consecutive_dropped_prompts: int = 32
     """Drops after failures, with no commit in between; one more ends the run: it is not the
     prompts."""
@@ -79,9 +93,10 @@ class DeadlinesConfig(_Settings, frozen=True):
     source_s: float = 600.0  #: one prompt
     data_plane_s: float = 60.0  #: one put, get, clear or list
     snapshot_s: float = 600.0  #: the data plane's own save
+    estimator_s: float = 600.0  #: one slice of a chunk, if the estimator is heavy
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
-    disk_s: float = 600.0  #: writing and publishing one bundle
+    disk_s: float = 600.0  #: writing, publishing or verifying one bundle
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -133,7 +148,9 @@ class CheckpointingConfig(_Settings, frozen=True):
     """Time from the start of `run()`, of each process life, as `dd:hh:mm:ss`, such as
     "00:03:45:00": a bundle is there by then and the run has ended. It begins to end as much
     earlier as the longest save and the longest step without its waiting for groups took."""
-    metric_name: str | None = None  #: of `keep_top_k`; a bundle without that number comes last
+    metric_name: str | None = None
+    """Of `keep_top_k`; a bundle without that number comes last. `val:reward` is the same as
+    `val/reward`, which only bundles of steps with an evaluation have."""
     higher_is_better: bool = True
     keep_top_k: int | None = None  #: best bundles to keep; None: keep all
     ft_keep_latest_k: int | None = None  #: newest bundles to keep; None: keep all
@@ -148,6 +165,14 @@ class CheckpointingConfig(_Settings, frozen=True):
             raise ConfigError(f"{key} is {budget!r}; it must be dd:hh:mm:ss, such as 00:03:45:00")
         if not self.enabled:
             raise ConfigError(f"{key} is set and checkpointing.enabled is false: nothing is saved")
+
+    @property
+    def ranked_by(self) -> str | None:
+        """`metric_name` as `training_info.json` spells it."""
+        name = self.metric_name
+        if name is None or not name.startswith(("train:", "val:")):
+            return name
+        return name.replace(":", "/", 1)
 
     @property
     def must_save_by_s(self) -> float | None:
@@ -177,6 +202,11 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(1, "grpo.num_generations_per_prompt", grpo.num_generations_per_prompt)
         _at_least(0, "grpo.max_num_steps", grpo.max_num_steps)
         _at_least(1, "grpo.max_num_epochs", grpo.max_num_epochs)
+        _at_least(0, "grpo.val_period", grpo.val_period)
+        _at_least(1, "grpo.max_val_samples", grpo.max_val_samples)
+        generations = grpo.num_val_generations_per_prompt
+        _at_least(1, "grpo.num_val_generations_per_prompt", generations)
+        self._check_metric()
         _at_least(1, "async_rl.max_inflight_prompts", rl.max_inflight_prompts)
         _at_least(1, "async_rl.max_buffered_rollouts", rl.max_buffered_rollouts)
         _at_least(0, "async_rl.sampler.max_staleness_versions", rl.sampler.max_staleness_versions)
@@ -197,6 +227,16 @@ class ControllerConfig(_Settings, frozen=True):
                 f"async_rl.min_groups_for_streaming_train is {chunk}, more than the"
                 f" {grpo.num_prompts_per_step} groups of a step (grpo.num_prompts_per_step)"
             )
+
+    def _check_metric(self) -> None:
+        metric = self.checkpointing.ranked_by or ""
+        if not metric.startswith("val/"):
+            return
+        key = f"checkpointing.metric_name is {self.checkpointing.metric_name}"
+        if metric not in VAL_METRICS:
+            raise ConfigError(f"{key}; an evaluation has {', '.join(VAL_METRICS)}")
+        if not self.grpo.evaluates:
+            raise ConfigError(f"{key}, and nothing is evaluated: set grpo.val_period")
 
 
 def _at_least(least: int, key: str, value: int | None) -> None:

@@ -16,14 +16,14 @@ import msgspec
 
 from sc_core.digest import MODULUS, group_digest, payload_digest, record_digest
 from sc_core.errors import BundleInconsistent, RestoreError, SaveError
-from sc_core.records import Cut, Group, LedgerRecord, owns_group
+from sc_core.records import Cut, Evaluation, Group, LedgerRecord, owns_group
 
 _decoder = msgspec.msgpack.Decoder(Cut)
 _group_decoder = msgspec.msgpack.Decoder(Group)
 _record_decoder = msgspec.msgpack.Decoder(LedgerRecord)
 _encode = msgspec.msgpack.Encoder().encode
 _MANY = ("records", "groups")  #: the fields that grow with the run
-_ADDED = ("short_steps",)  #: since v1; left out where they are empty, so that old digests stay
+_ADDED = ("short_steps", "evaluation")  #: since v1; left out while empty, so old digests stay
 
 
 def encode_cut(cut: Cut) -> bytes:
@@ -123,6 +123,8 @@ def check_cut(cut: Cut) -> None:
     _check_records(cut)
     _check_groups(cut)
     _check_rows(cut)
+    if cut.evaluation is not None:
+        _check_evaluation(cut.evaluation, cut)
     if cut.sampler == "in_order":
         _check_targets(cut)
     for version, short in cut.short_steps.items():
@@ -260,6 +262,21 @@ def _check_rows(cut: Cut) -> None:
             raise BundleInconsistent(
                 f"row {row} is to be cleared as suspect, but belongs to {owner[row]}"
             )
+
+
+def _check_evaluation(evaluation: Evaluation, cut: Cut) -> None:
+    version, unfinished = evaluation.weight_version, evaluation.summary is None
+    if not 0 <= version <= cut.weight_version or (unfinished and version < cut.weight_version):
+        raise BundleInconsistent(
+            f"evaluation: it is {'under way' if unfinished else 'finished'} at weight version"
+            f" {version}, but the cut is of version {cut.weight_version}"
+        )
+    numbers = sorted(result.number for result in evaluation.results)
+    if len(set(numbers)) < len(numbers) or not all(0 <= n < evaluation.prompts for n in numbers):
+        raise BundleInconsistent(
+            f"evaluation: it has results of the prompts {numbers}; they are distinct and below"
+            f" {evaluation.prompts}"
+        )
 
 
 def _check_targets(cut: Cut) -> None:

@@ -37,7 +37,8 @@ class PulledPrompt(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt on its way to a rollout worker."""
 
-    ordinal: int  #: position in the stream over all epochs, never reused
+    ordinal: int
+    """Position in the stream over all epochs, never reused; of held-out prompt i, -1 - i."""
     group_id: GroupId
     payload: Any
 
@@ -124,6 +125,24 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(len(group.sample_ids) for group in self.groups)
 
 
+class EvaluatedPrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What became of one prompt of an evaluation."""
+
+    number: int  #: among the prompts of the evaluation, from 0
+    rewards: tuple[float, ...] = ()  #: by sibling; none if its attempts were used up
+    tokens: int = 0  #: generated tokens, all siblings together
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last evaluation of a run: under way, or finished."""
+
+    weight_version: int  #: of every sample
+    fingerprint: str  #: of its prompts, and of how often each is answered
+    prompts: int  #: how many are evaluated
+    results: tuple[EvaluatedPrompt, ...] = ()  #: so far, in order of arrival
+    summary: Mapping[str, float] | None = None  #: its metrics, in place of `results`; None: not yet
+
+
 class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     """The controller's whole memory at one instant, taken without an await."""
 
@@ -143,6 +162,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     sampler_state: Mapping[str, Any] = {}
     suspects: tuple[SampleId, ...] = ()  #: rows that may exist and must not; cleared on restore
     counters: Mapping[str, int] = {}  #: totals over the effective history
+    evaluation: Evaluation | None = None  #: left out when written, as long as there was none
     short_steps: Mapping[int, int] = {}
     """Groups that steps to come go without, by the weight version they start from. Their prompts
     were dropped after failures, under `on_dropped_prompt: shortfall`."""

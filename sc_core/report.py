@@ -51,6 +51,8 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int
     trained_s: float | None  #: since the last step was trained, in this process life
     gate_closed_for: str | None
+    engines: tuple[str, ...]  #: that confirmed the last weight sync
+    engines_out: Mapping[str, str]  #: put out of service, and why
     stop_reason: str | None
     barrier: BarrierStatistics
     places_held: int
@@ -61,7 +63,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[GroupCounts, ...]
     oldest: tuple[Wait, ...]  #: of the attempts under way, what has waited longest
     requests: int  #: rollout calls
-    engines_out: Mapping[str, str]  #: put out of service, and why
     dropped: int
     last_drops: tuple[str, ...]
     last_failures: tuple[str, ...]
@@ -79,11 +80,11 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         since = _listed([f"{count} {name}" for name, count in self.since.items()], 9)
         exhausted = "; the source has ended" if self.exhausted else ""
-        out = _listed([f"{name}: {why}" for name, why in self.engines_out.items()], _SHOWN, "; ")
         told = {
             "step": f"{self.step}, weight version {self.weight_version}; last trained: {trained}",
             "progress": f"{seconds(self.quiet_s)} ago; since then: {since or 'nothing'}",
             "gate": "open" if self.gate_closed_for is None else f"closed: {self.gate_closed_for}",
+            "engines": self._engines(),
             "stop": self.stop_reason or "",
             "barrier": _barrier_line(self.barrier),
             "places": f"{self.places_held} of {self.places_capacity} held",
@@ -92,12 +93,16 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
             "versions": _listed(list(map(str, self.versions)), _SHOWN, "; "),
             "oldest": _listed([f"{w.group_id}, {w}" for w in self.oldest], _SHOWN, "; "),
             "requests": f"{self.requests} rollouts under way",
-            "engines": f"out of service: {out}" if out else "",
             "failures": _listed(list(self.last_failures), _SHOWN, "; "),
             "drops": _listed([f"{self.dropped} so far", *self.last_drops], _SHOWN, "; "),
         }
         lines = [f"  {name:<10} {text}" for name, text in told.items() if text]
         return [*lines, "  tasks", *(f"    {line}" for line in self.tasks)]
+
+    def _engines(self) -> str:
+        serve = f"{len(self.engines)} confirmed the last weight sync"
+        out = [f"{engine} is out: {reason}" for engine, reason in self.engines_out.items()]
+        return _listed([serve, *out], _SHOWN, "; ")
 
 
 class Reporter:
@@ -141,6 +146,8 @@ class Reporter:
             weight_version=ledger.weight_version,
             trained_s=None if state.trained_at is None else now - state.trained_at,
             gate_closed_for=state.gate_closed_for,
+            engines=state.engines or (),
+            engines_out=dict(state.engines_out),
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),
             places_held=state.places.held,
@@ -156,7 +163,6 @@ class Reporter:
             versions=_counts(records, lambda record: record.start_weight_version),
             oldest=_oldest(waits),
             requests=state.requests.value,
-            engines_out=dict(state.engines_out),
             dropped=ledger.counters["dropped"],
             last_drops=tuple(state.last_drops),
             last_failures=tuple(state.last_failures),

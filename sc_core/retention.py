@@ -87,7 +87,7 @@ def prune(
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as exc:
             failures.append(f"{bundle_name(step)} is left alone: {INFO}: {exc}")
         else:
-            bundles.append((step, info.metrics.get(config.metric_name or "")))
+            bundles.append((step, info.metrics.get(config.ranked_by or "")))
             if info.ft_only:
                 ft_only.add(step)
     for step in to_prune(

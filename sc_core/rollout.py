@@ -1,7 +1,8 @@
 """The rollout pump: which prompt goes out next, and what becomes of each attempt.
 
-A sampler's yes lets a prompt leave the source; a place, an in-flight slot and the open weight
-gate let it be dispatched. Stamp and dispatch are one synchronous step.
+A sampler's yes lets a prompt leave the source; a place, an in-flight slot that no evaluation
+waits for, and the open weight gate let it be dispatched. Stamp and dispatch are one synchronous
+step.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
-from sc_core.calls import ended_from_outside, in_tree
+from sc_core.calls import ended_from_outside, failed, in_tree
 from sc_core.config import ControllerConfig
 from sc_core.errors import (
     CallTimeout,
     DataFailure,
     EndOfPrompts,
     PromptDropped,
+    ScError,
     TooManyDropped,
 )
 from sc_core.ledger import Failure
 from sc_core.ports import PromptSource
 from sc_core.records import LedgerRecord, Stamp
+from sc_core.returned import check_pulled
 from sc_core.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -103,13 +106,20 @@ class RolloutPump:
                     continue
                 in_time.deadline = anyio.current_time() + deadline_s
                 try:
-                    pulled = await self._source.next_prompt()
-                except EndOfPrompts:
-                    state.end_of_prompts()
-                    return
-                except Exception:
+                    pulled = check_pulled(await self._source.next_prompt())
+                except Exception as exc:
                     await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
+                    if isinstance(exc, EndOfPrompts):
+                        state.end_of_prompts()
+                        return
+                    if isinstance(exc, ScError):
+                        raise
+                    raise failed(call, exc) from exc
+                except anyio.get_cancelled_exc_class() as exc:
+                    exc.add_note(call)  # for `in_tree`, if it is not ours
                     raise
+                if in_time.cancel_called:  # it did not mind
+                    break
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)
@@ -121,7 +131,7 @@ class RolloutPump:
         if (
             state.gate_closed_for is not None
             or state.stop_reason is not None
-            or ledger.in_flight_count >= self._max_inflight
+            or ledger.in_flight_count + state.evaluating >= self._max_inflight
             or ledger.waiting_count <= len(self._backing_off)
         ):
             return None

@@ -13,12 +13,14 @@ import anyio.lowlevel
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY
-from sc_core.calls import settle
+from sc_core.calls import at_once, settle
 from sc_core.config import ControllerConfig
 from sc_core.errors import Conservation
+from sc_core.evaluation import Evaluator
 from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
+from sc_core.returned import check_mapping
 from sc_core.rows import Rows
 from sc_core.state import GROUPS_READY, RunState, Stopwatch
 from sc_core.weights import WeightUpdates
@@ -43,6 +45,7 @@ class TrainPump:
         weights: WeightUpdates,
         window: CheckpointWindow | None,
         metrics: MetricsSink,
+        evaluator: Evaluator | None,
     ) -> None:
         self._state = state
         self._config = config
@@ -53,6 +56,7 @@ class TrainPump:
         self._weights = weights
         self._window = window
         self._metrics = metrics
+        self._evaluator = evaluator
         self._groups_per_chunk = (
             config.async_rl.min_groups_for_streaming_train or config.grpo.num_prompts_per_step
         )
@@ -81,6 +85,8 @@ class TrainPump:
             self._resumed_metrics = resumed.metrics
         self._dropped = self._dropped_so_far()
         reason: EndReason = "max_steps"
+        if await self._evaluate():
+            self._write_metrics()
         while ledger.step < self._config.grpo.max_num_steps:
             lap = Stopwatch()
             with lap("timing/train/total_step_time"):
@@ -94,12 +100,37 @@ class TrainPump:
                 self._longest_step_s = busy
                 self._state.touch()  # whoever keeps to the time looks at the reserve
             self._report(lap)
+            try:
+                await self._evaluate()
+            finally:
+                self._write_metrics()
             if self._save_is_due():
                 await self._save()
+        if reason == "exhausted" and await self._evaluate(at_end=True):
+            self._write_metrics()
+        if self._evaluator is not None and self._evaluator.is_interrupted:
+            reason = self._stopped()
         stopped = reason in ("stopped", MUST_SAVE_BY)
         if self._state.save_requested or self._is_unsaved(step_alone=not stopped):
             await self._save(lasting=not stopped)
         return reason
+
+    async def _evaluate(self, *, at_end: bool = False) -> bool:
+        """Evaluate if that is due, and say whether `last_metrics` has the result."""
+        if self._evaluator is None or not self._evaluator.is_due(at_end=at_end):
+            return False
+        found = await self._evaluator.run(self._save)
+        if found:
+            ledger = self._state.ledger
+            numbers = {k: v for k, v in self._resumed_metrics.items() if v is not None}
+            self.last_metrics = {
+                **(self.last_metrics or numbers),
+                "step": ledger.step,
+                "weight_version": ledger.weight_version,
+                "incarnation": self._state.events.incarnation,
+                **found,
+            }
+        return bool(found)
 
     # one step --------------------------------------------------------------------------
 
@@ -143,7 +174,7 @@ class TrainPump:
             finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
-                    "finish_step", self._trainer.finish_step, then=lambda _: state.trained(groups)
+                    "finish_step", self._trainer.finish_step, then=lambda _: self._trained(groups)
                 )
         except BaseException:
             if not finishing:
@@ -151,6 +182,7 @@ class TrainPump:
             raise
         self._weights.version_moved()
         await self._clear(groups)
+        trained = check_mapping(trained, "trainer.finish_step", "the metrics of the step")
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
             await self._weights.update()
@@ -260,9 +292,21 @@ class TrainPump:
                 except Exception as exc:  # what led here says more, if it was an error
                     logger.error("step %d could not be abandoned: %s", step, exc)
 
+    def _trained(self, groups: Sequence[Group]) -> None:
+        try:
+            self._state.trained(groups)
+        except BaseException:  # the log's: nobody owns the rows any more
+            self._rows.suspects.update(row for group in groups for row in group.sample_ids)
+            raise
+
     async def _clear(self, groups: Sequence[Group]) -> None:
-        async with self._barrier.mutation("clear trained rows"):
-            await self._rows.clear(row for group in groups for row in group.sample_ids)
+        rows = [row for group in groups for row in group.sample_ids]
+        try:
+            async with self._barrier.mutation("clear trained rows"):
+                await self._rows.clear(rows)
+        except BaseException:  # also a cancel before it began
+            self._rows.suspects.update(rows)
+            raise
 
     async def _call(
         self,
@@ -300,15 +344,19 @@ class TrainPump:
             self._lasting_step = step
 
     def _progress(self) -> tuple[int, ...]:
-        """Steps, and what was generated for steps to come."""
-        ledger = self._state.ledger
-        return ledger.step, ledger.counters["committed"], ledger.siblings_finished
+        """Steps, the version evaluated last, and what was generated for what is to come."""
+        ledger, last = self._state.ledger, self._state.ledger.evaluation
+        evaluated = -1 if last is None or last.summary is None else last.weight_version
+        results = 0 if last is None else len(last.results)
+        generated = ledger.counters["committed"], ledger.siblings_finished, results
+        return ledger.step, evaluated, *generated
 
     def _is_unsaved(self, *, step_alone: bool) -> bool:
-        """Whether there were steps since the last bundle, or, not `step_alone`, any progress."""
+        """Whether there were steps, or an evaluation, since the last bundle; any progress at all,
+        if not `step_alone`."""
         now = self._progress()
         return self._saved is None or (
-            self._saved[0] != now[0] if step_alone else self._saved != now
+            self._saved[:2] != now[:2] if step_alone else self._saved != now
         )
 
     def _stopped(self) -> EndReason:
@@ -358,7 +406,9 @@ class TrainPump:
         if self._window is not None:
             timings = self._window.timings
             self.last_metrics |= {f"timing/rollout_checkpoint/{k}": v for k, v in timings.items()}
-        self._metrics.write(self.last_metrics)
+
+    def _write_metrics(self) -> None:
+        at_once("metrics.write", self._metrics.write, self.last_metrics)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -57,9 +57,11 @@ def step_line(status: Mapping[str, Any], max_steps: int) -> str:
     if "timing/train/total_step_time" not in last:
         return ""  # no step yet, or one that is just ending
     waited_s = last.get("timing/rollout_checkpoint/barrier_wait_seconds", 0.0)
+    val = (status.get("last_evaluation") or {}).get("val/reward")
     return (
         f"step {last['step']}/{max_steps}"
         f"  reward {last['train/reward']:.3f}"
+        f"{'' if val is None else f'  val {val:.3f}'}"
         f"  staleness {last['train/staleness_versions_mean']:.2f}"
         f"  places {status['places_held']}/{status['places_capacity']}"
         f"  barrier wait {1000 * waited_s:.0f} ms"

@@ -60,7 +60,7 @@ class TaskPrompts:
         self._shuffle = shuffle
         self._max_epochs = max_epochs
         self._per_epoch = len(prompts) // batch * batch
-        self._fingerprint = self._hash()
+        self._fingerprint = _hash(f"prompts.v1 {seed} {shuffle}", self._prompts)
         self._at = _Position(0, 0)
         self._order = self._order_of(0)
 
@@ -113,12 +113,28 @@ class TaskPrompts:
         keys = [drawn.random() for _ in order]
         return sorted(order, key=keys.__getitem__)
 
-    def _hash(self) -> str:
-        digest = hashlib.sha256(f"prompts.v1 {self._seed} {self._shuffle}".encode())
-        encoder = msgspec.msgpack.Encoder(order="deterministic")
-        for number, item in enumerate(self._prompts):
-            try:
-                digest.update(encoder.encode(item))
-            except TypeError as exc:
-                raise ConfigError(f"prompt {number} can't be kept in a checkpoint: {exc}") from exc
-        return digest.hexdigest()
+
+class HeldOutPrompts:
+    """`ValidationPrompts`: those of a task that evaluations alone see, in their order."""
+
+    def __init__(self, prompts: Sequence[Mapping[str, Any]]) -> None:
+        self._prompts = [dict(item) for item in prompts]
+        self._fingerprint = _hash("held out.v1", self._prompts)
+
+    def prompts(self) -> Sequence[Mapping[str, Any]]:
+        return self._prompts
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def _hash(kind: str, prompts: Sequence[Mapping[str, Any]]) -> str:
+    """Raises ConfigError where a prompt holds what msgpack can't."""
+    digest = hashlib.sha256(kind.encode())
+    encoder = msgspec.msgpack.Encoder(order="deterministic")
+    for number, item in enumerate(prompts):
+        try:
+            digest.update(encoder.encode(item))
+        except TypeError as exc:
+            raise ConfigError(f"prompt {number} can't be kept in a checkpoint: {exc}") from exc
+    return digest.hexdigest()

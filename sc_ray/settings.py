@@ -45,6 +45,12 @@ class TaskConfig(_Settings, frozen=True):
     name: str = "larger_digit"  #: of a built-in task; of no account if `jsonl` is given
     jsonl: str | None = None
     """Path of a file with one `{"prompt": …, "answer": …}` per line."""
+    val_jsonl: str | None = None
+    """Path of such a file with the prompts of evaluations. They are sampled as those of training
+    are: at `temperature`, and judged by `reward`."""
+    held_out: int = 0
+    """So many prompts of a built-in task are not trained on, but kept for evaluations. Like `name`,
+    of no account if `jsonl` is given."""
     reward: str | None = None  #: `module:function`; None: the task's own, or an exact match
     max_new_tokens: int | None = None  #: per completion; None: the task's own
     temperature: float = 1.0  #: of sampling
@@ -110,6 +116,14 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
+        if self.task.held_out < 0:
+            raise ConfigError(f"task.held_out is {self.task.held_out}; it must be at least 0")
+        mine = self.task.jsonl is None and self.task.held_out
+        if self.grpo.evaluates and self.task.val_jsonl is None and not mine:
+            raise ConfigError(
+                "grpo.val_period, val_at_start or val_at_end asks for an evaluation, and there are"
+                " no prompts for it: set task.val_jsonl, or task.held_out of a built-in task"
+            )
         if not self.task.temperature >= 0:
             raise ConfigError(f"task.temperature is {self.task.temperature}; it must be at least 0")
         loop = self.event_loop
@@ -140,6 +154,9 @@ class TrainConfig(_Settings, frozen=True):
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration file, or the built-in one of that name, and apply `key=value` pairs.
 
+    The evaluations of a built-in one are of its own task: a `task.jsonl` without `task.val_jsonl`
+    turns them off.
+
     Raises:
         ConfigError: no such configuration, unreadable, an unknown key (with the nearest known
             one), or an impossible value.
@@ -148,6 +165,8 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     decode(data, TrainConfig, source=where)  # so that a mistake is reported where it was made
     for pair in overrides:
         _override(data, pair)
+    if source in builtin_configs():
+        _evaluate_no_other_task(data, overrides)
     return decode(data, TrainConfig, source=COMMAND_LINE if overrides else where)
 
 
@@ -183,6 +202,15 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: a mapping of settings was expected, not {data!r:.60}")
     return source, data
+
+
+def _evaluate_no_other_task(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    task = data.get("task", {})
+    if task.get("jsonl") is not None and task.get("val_jsonl") is None:
+        asked_for = {pair.partition("=")[0] for pair in overrides}
+        for key in ("val_period", "val_at_start", "val_at_end"):
+            if f"grpo.{key}" not in asked_for:
+                data.get("grpo", {}).pop(key, None)
 
 
 def _override(data: dict[str, Any], pair: str) -> None:

@@ -44,10 +44,10 @@ from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor, GenerationSpec
 from sc_ray.hosted import EventLoop, in_abandonable_thread
-from sc_ray.prompts import TaskPrompts
+from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
-from sc_ray.tasks import Task, exact_match, larger_digit, load_jsonl, load_reward
+from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
@@ -121,7 +121,9 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             store = open_store(run_dir)
             await runner(store.open)
             opened.callback(store.close)
-            ready = await self.sent.receive(store, runner=runner)
+            ready = await self.sent.receive(
+                store, runner=runner, deadlines=config.controller.async_rl.deadlines
+            )
             events = await runner(JsonlEventLog, run_dir / EVENTS)
             opened.callback(events.close)
             metrics = JsonlMetrics(run_dir / METRICS)
@@ -147,6 +149,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 events=events,
                 metrics=metrics,
                 bundles=store if config.checkpointing.enabled else None,
+                validation=build_held_out(self.task),
             )
             yield SingleController(
                 config.controller, ready, ports, runner=runner, settings=to_plain(config)
@@ -264,11 +267,13 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     if config.jsonl is not None:
         task = load_jsonl(Path(config.jsonl), reward=reward or exact_match)
     elif config.name in _BUILT_IN:
-        task = _BUILT_IN[config.name](seed=seed)
+        task = hold_out(_BUILT_IN[config.name](seed=seed), config.held_out)
     else:
         near = difflib.get_close_matches(config.name, _BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else f"built in: {', '.join(_BUILT_IN)}"
         raise ConfigError(f"task.name: there is no task {config.name}; {hint}")
+    if config.val_jsonl is not None:
+        task = msgspec.structs.replace(task, held_out=load_jsonl(Path(config.val_jsonl)).prompts)
     return msgspec.structs.replace(
         task,
         reward=reward or task.reward,
@@ -285,6 +290,11 @@ def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
         max_epochs=config.grpo.max_num_epochs,
         batch=config.grpo.num_prompts_per_step if config.task.drop_last else 1,
     )
+
+
+def build_held_out(task: Task) -> HeldOutPrompts | None:
+    """The prompts of evaluations; None if the task has none."""
+    return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
 def build_estimator(config: TrainConfig) -> GrpoAdvantages:

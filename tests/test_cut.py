@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from sc_core.cut import check_cut, cut_digest, decode_cut, encode_cut
 from sc_core.digest import MODULUS, group_digest, payload_digest, record_digest
 from sc_core.errors import BundleInconsistent, RestoreError, SaveError
-from sc_core.records import Cut, Group, LedgerRecord, group_id, sample_ids
+from sc_core.records import Cut, Evaluation, Group, LedgerRecord, group_id, sample_ids
 
 G = 2
 
@@ -191,6 +191,7 @@ CHANGES: list[dict[str, Any]] = [
     {"sampler_state": {"cursor": 1}},
     {"suspects": ()},
     {"counters": {"trained": 1, "dropped": 2}},
+    {"evaluation": Evaluation(weight_version=5, fingerprint="f", prompts=4)},
     {"short_steps": {6: 1}},
 ]
 

@@ -60,6 +60,19 @@ class ListPrompts:
         return _hash(self._prompts)[:16]
 
 
+class ListValidation:
+    """`ValidationPrompts` over a list."""
+
+    def __init__(self, prompts: Sequence[Any]) -> None:
+        self._prompts = list(prompts)
+
+    def prompts(self) -> Sequence[Any]:
+        return self._prompts
+
+    def fingerprint(self) -> str:
+        return _hash(self._prompts)[:16]
+
+
 class MemoryTrainer:
     """A `Trainer` whose weights are a hash chain. Keeps a log of the batches it was given."""
 

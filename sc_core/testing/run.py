@@ -21,6 +21,7 @@ from sc_core.testing.events import MemoryEventLog
 from sc_core.testing.ports import (
     Latency,
     ListPrompts,
+    ListValidation,
     MeanBaseline,
     MemoryEngines,
     MemoryMetrics,
@@ -53,6 +54,7 @@ class MemoryRun:
         hooks: Hooks | None = None,
         group_filter: GroupFilter | None = None,
         sampler: Sampler | None = None,
+        held_out: Sequence[Any] | None = None,
         engines: int = 1,
         replaceable: bool = False,
         turns: bool = False,
@@ -69,6 +71,7 @@ class MemoryRun:
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.held_out = held_out  #: prompts for evaluations; None: no port for them
         self.engine_count = engines
         self.replaceable = replaceable
         self._has_turns = turns
@@ -89,7 +92,9 @@ class MemoryRun:
             self.trainer, engines=self.engine_count, latency=self.latency, script=self.script
         )
         self.turns = TurnGate() if self._has_turns else None
+        self.bootstrap = MemoryBootstrap(self.store, disk=self.disk)
         self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
+        self.estimator = MeanBaseline()
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
@@ -97,7 +102,7 @@ class MemoryRun:
         """Restore into the fresh store and build the controller of this life."""
         ready = await restore(
             bundles,
-            MemoryBootstrap(self.store, disk=self.disk),
+            self.bootstrap,
             self.config,
             runner=self.runner,
             resume=self.resume,
@@ -113,12 +118,13 @@ class MemoryRun:
             worker=self.engines,
             trainer=self.trainer,
             weight_sync=self.engines,
-            estimator=MeanBaseline(),
+            estimator=self.estimator,
             events=self.log,
             metrics=self.metrics,
             bundles=bundles,
             group_filter=self.group_filter,
             sampler=self.sampler,
+            validation=None if self.held_out is None else ListValidation(self.held_out),
             fleet=self.engines if self.replaceable else None,
             turns=self.turns,
         )

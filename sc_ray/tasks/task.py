@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sc_core import (
+    ConfigError,
     DataFailure,
 )
 
@@ -24,10 +25,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Sequence[Mapping[str, Any]]  #: each has a `prompt` and an `answer`, both text
     reward: Reward
     max_new_tokens: int  #: of a completion, the end-of-text token included
+    held_out: Sequence[Mapping[str, Any]] = ()  #: such prompts, for evaluations alone
 
     def alphabet(self) -> str:
-        """Every character of the prompts and answers, sorted: enough for a character tokenizer."""
-        texts = (item[key] for item in self.prompts for key in ("prompt", "answer"))
+        """Every character of all prompts and answers, sorted: enough for a character tokenizer."""
+        items = (*self.prompts, *self.held_out)
+        texts = (item[key] for item in items for key in ("prompt", "answer"))
         return "".join(sorted(set().union(*texts)))
 
     def score(self, item: Mapping[str, Any], completion: str) -> float:
@@ -43,3 +46,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
                 f" {completion!r} is {reward!r}; it must be a number from 0 to 1"
             )
         return float(reward)
+
+
+def hold_out(task: Task, count: int) -> Task:
+    """The task with its last `count` prompts held out of training.
+
+    Raises:
+        ConfigError: none would be left to train on.
+    """
+    left = len(task.prompts) - count
+    if left < 1:
+        raise ConfigError(
+            f"task.held_out is {count}, and the task {task.name} has {len(task.prompts)} prompts:"
+            " none would be left to train on"
+        )
+    kept, held_out = task.prompts[:left], task.prompts[left:]
+    return msgspec.structs.replace(task, prompts=kept, held_out=held_out)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sc_core.errors import ConfigError, EndOfPrompts, RestoreError
-from sc_ray.prompts import TaskPrompts
+from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 
 pytestmark = pytest.mark.anyio
 
@@ -116,3 +116,12 @@ def test_prompts_that_no_checkpoint_could_hold_are_refused() -> None:
         TaskPrompts([], seed=1)
     with pytest.raises(ConfigError, match="prompt 1 can't be kept in a checkpoint"):
         TaskPrompts([PROMPTS[0], {"prompt": "a", "answer": object()}], seed=1)
+
+
+def test_held_out_prompts_keep_their_order_and_are_known_by_their_fingerprint() -> None:
+    held_out = HeldOutPrompts(PROMPTS)
+    assert list(held_out.prompts()) == PROMPTS
+    same = held_out.fingerprint()
+    assert HeldOutPrompts(tuple(dict(item) for item in PROMPTS)).fingerprint() == same
+    for other in (PROMPTS[:-1], PROMPTS[::-1], [{**PROMPTS[0], "answer": "x"}, *PROMPTS[1:]]):
+        assert HeldOutPrompts(other).fingerprint() != same

@@ -130,6 +130,8 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ("cluster.storage_units=0", "cluster.storage_units is 0"),
         ("task.temperature=-1", "task.temperature is -1"),
         ("task.max_new_tokens=0", "task.max_new_tokens is 0"),
+        ("task.held_out=-1", "task.held_out is -1"),
+        ("task.held_out=0", "set task.val_jsonl, or task.held_out of a built-in task"),
         ("grpo.num_generations_per_prompt=0", "grpo.num_generations_per_prompt is 0"),
         ("async_rl.min_groups_for_streaming_train=99", "async_rl.min_groups_for_streaming_train"),
         ("policy.model.num_attention_heads=5", "num_attention_heads = 5"),
@@ -166,3 +168,14 @@ def test_cpus_are_counted_per_process() -> None:
     many = load_config("demo", ["generation.workers=3", "cluster.storage_units=4"])
     assert few.cpus_needed == 5  # trainer, generation, controller, and TransferQueue's two
     assert many.cpus_needed == 10
+
+
+def test_the_demo_evaluates_its_own_task_and_another_one_if_asked_to() -> None:
+    def evaluates(*overrides: str) -> bool:
+        return load_config("demo", overrides).grpo.evaluates
+
+    assert evaluates() and evaluates("task.val_jsonl=held_out.jsonl")
+    assert not evaluates("task.jsonl=mine.jsonl")
+    assert evaluates("task.jsonl=mine.jsonl", "task.val_jsonl=held_out.jsonl")
+    message = refused("demo", "task.jsonl=mine.jsonl", "grpo.val_period=3")
+    assert "there are no prompts for it: set task.val_jsonl" in message

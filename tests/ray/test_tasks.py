@@ -4,10 +4,11 @@ import random
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sc_core.errors import ConfigError, DataFailure
-from sc_ray.tasks import Task, exact_match, larger_digit, load_jsonl, load_reward
+from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
 
@@ -44,6 +45,18 @@ def test_the_alphabet_of_a_task_encodes_all_of_it() -> None:
     tokenizer = Tokenizer.of_characters(task.alphabet())
     for item in task.prompts:
         assert len(tokenizer.encode(item["prompt"] + item["answer"])) == 5
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    whole, task = larger_digit(seed=3), hold_out(larger_digit(seed=3), 20)
+    assert [*task.prompts, *task.held_out] == list(whole.prompts)
+    assert len(task.held_out) == 20
+    assert task.alphabet() == whole.alphabet()
+    sums = msgspec.structs.replace(whole, held_out=[{"prompt": "1+1", "answer": "2"}])
+    assert sums.alphabet() == "+,0123456789="
+    assert hold_out(whole, 0) == whole
+    with pytest.raises(ConfigError, match=r"task\.held_out is 100, .* has 100 prompts: none would"):
+        hold_out(whole, 100)
 
 
 # reward --------------------------------------------------------------------------------

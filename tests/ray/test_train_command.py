@@ -95,6 +95,8 @@ def test_broken_prompts(
         ("task.reward=sc_ray.tasks.rewards:exact_math", "did you mean exact_match?"),
         ("task.reward=no_such_module:reward", "importing no_such_module failed"),
         ("task.jsonl=/nowhere/prompts.jsonl", "/nowhere/prompts.jsonl can't be read"),
+        ("task.val_jsonl=/nowhere/held_out.jsonl", "/nowhere/held_out.jsonl can't be read"),
+        ("task.held_out=100", "none would be left to train on"),
         ("grpo.num_generations_per_prompt=1", "needs groups of at least 2 siblings, not 1"),
         ("async_rl.max_buffered_rollouts=3", "async_rl.max_buffered_rollouts is 3"),
         ("cluster.num_cpus=3", "needs 6 CPUs of Ray and the cluster has 3: set cluster.num_cpus=6"),
@@ -192,6 +194,19 @@ def test_a_step_that_is_not_over_has_no_line() -> None:
     assert step_line({"last_metrics": {"step": 3, "train/reward": 1.0}}, 10) == ""
 
 
+def test_the_last_evaluation_is_shown_beside_every_step() -> None:
+    last = {
+        "step": 3,
+        "train/reward": 0.5,
+        "train/staleness_versions_mean": 1,
+        "timing/train/total_step_time": 2,
+    }
+    status = {"last_metrics": last, "places_held": 1, "places_capacity": 4}
+    assert "reward 0.500  staleness" in step_line(status, 10)
+    shown = step_line({**status, "last_evaluation": {"val/reward": 0.25}}, 10)
+    assert "reward 0.500  val 0.250  staleness" in shown
+
+
 def test_the_learning_curve_counts_a_step_made_twice_once(tmp_path: Path) -> None:
     rewards = [(1, 0.0), (2, 0.0), (3, 0.9), (3, 0.5), (4, 1.0)]
     lines = [json.dumps({"step": step, "train/reward": reward}) for step, reward in rewards]
@@ -271,7 +286,9 @@ SMALL = (
     "--config",
     "exact",
     "task.jsonl=prompts.jsonl",
+    "task.val_jsonl=held_out.jsonl",
     "task.reward=my_rewards:longest",
+    "grpo.val_period=2",
     "grpo.num_prompts_per_step=2",
     "grpo.num_generations_per_prompt=4",
     "checkpointing.save_period=2",
@@ -282,7 +299,7 @@ SMALL = (
 )
 REWARDS = """
 def longest(prompt, completion, answer):
-    return len(completion) / 16
+    return min(1.0, len(completion) / 16)
 """
 PATIENCE_S = 300.0
 
@@ -326,6 +343,7 @@ class Run:
 def start(tmp_path: Path) -> Iterator[Any]:
     prompts = [json.dumps({"prompt": f"{n}=", "answer": str(n)}) for n in range(12)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "7=7=", "answer": "7"}\n' * 3)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     runs: list[Run] = []
 
@@ -342,6 +360,11 @@ def start(tmp_path: Path) -> Iterator[Any]:
 def steps_of(run: Path) -> list[int]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
+
+
+def evaluations_of(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["val/reward"] for line in lines if "val/reward" in line}
 
 
 def weights_of(run: Path, step: int) -> str:
@@ -410,6 +433,9 @@ def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(
     assert status == DONE, output
     assert steps_of(whole) == list(range(1, last + 1))
     assert weights_of(broken, last) == weights_of(whole, last)
+    assert list(evaluations_of(whole)) == list(range(2, last + 1, 2))
+    assert evaluations_of(broken) == evaluations_of(whole)
+    assert "  val " in output
 
     bundles = published(broken)
     status, output = start(broken, "grpo.num_generations_per_prompt=3").end()
