@@ -251,7 +251,7 @@ class Evaluator:
 
         async with anyio.create_task_group() as tg:
             for sibling in range(self._siblings):
-                tg.start_soon(one, sibling)
+                tg.start_soon(one, sibling, name="sibling")
         if failures:
             raise next((one for one in failures if isinstance(one, WorkerDied)), failures[0])
         if len(samples) < self._siblings:
@@ -260,7 +260,7 @@ class Evaluator:
 
     async def _rollout(self, prompt: Prompt, sibling: int) -> Sample:
         version = self._state.ledger.weight_version
-        with anyio.move_on_after(self._rollout_s):
+        with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 read by `waits`
             sample = await in_tree(self._worker.rollout, prompt, sibling, version)
             alone = range(version, version + 1)
             return check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
