@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sc_core.barrier import CheckpointBarrier
 from sc_core.records import LedgerRecord
-from sc_core.state import DRAINED, GROUPS_READY, PUBLISHED, RunState
+from sc_core.state import DRAINED, EVALUATED, GROUPS_READY, PUBLISHED, RunState
 from sc_core.waits import Wait, seconds
 
 WATCHING = frozenset({"watchdog", "stop in time", "end in time"})
@@ -59,6 +59,8 @@ class _Case:
         if pump.what == PUBLISHED:
             under_way = next((w for w in self._waits if w.task == "finaliser"), pump)
             return f"the bundle before is not published yet: {_overdue(under_way)}"
+        if pump.what == EVALUATED:
+            return self._no_results()
         closed = "" if gate is None else f"the weight gate is closed for {gate}: "
         if pump.what == DRAINED:
             requests = self._state.requests.value
@@ -152,6 +154,16 @@ class _Case:
         if state.sampler.admit(ledger) is None:
             return f"sampler {state.sampler.name} admits no prompt beside {ledger.live_count} live"
         return f"{ledger.waiting_count} prompts wait, and nothing that is known holds them back"
+
+    # the train pump waits for an evaluation ---------------------------------------------
+
+    def _no_results(self) -> str:
+        attempts = self._attempts()
+        held_out = [wait for wait in attempts if (wait.group_id or "").startswith("val")]
+        if held_out:
+            return f"an evaluation is under way: {self._oldest(held_out)}"
+        others = f"groups in flight: {self._state.ledger.in_flight_count}"
+        return f"an evaluation waits for a slot; {others}; {self._oldest(attempts)}"
 
     def _own_children(self) -> list[Wait]:
         """The tasks below the train pump that work for it, and theirs."""

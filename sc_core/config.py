@@ -93,9 +93,10 @@ class DeadlinesConfig(_Settings, frozen=True):
     source_s: float = 600.0  #: one prompt
     data_plane_s: float = 60.0  #: one put, get, clear or list
     snapshot_s: float = 600.0  #: the data plane's own save
+    estimator_s: float = 600.0  #: one slice of a chunk, if the estimator is heavy
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
-    disk_s: float = 600.0  #: writing and publishing one bundle
+    disk_s: float = 600.0  #: writing, publishing or verifying one bundle
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

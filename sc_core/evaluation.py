@@ -27,7 +27,7 @@ from sc_core.errors import ConfigError, DataFailure, RolloutError, WorkerDied
 from sc_core.ports import RolloutWorker, ValidationPrompts
 from sc_core.records import EvaluatedPrompt, Evaluation, GroupId, Prompt, Sample
 from sc_core.returned import check_sample
-from sc_core.state import RunState
+from sc_core.state import EVALUATED, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,7 @@ class Evaluator:
                 while self._missing and state.stop_reason is None:
                     if state.save_requested:
                         await save()
-                    await state.wait_until(
-                        lambda _: self._worth_a_look(), "results of an evaluation"
-                    )
+                    await state.wait_until(lambda _: self._worth_a_look(), EVALUATED)
                 tg.cancel_scope.cancel()
         finally:
             self._waiting.clear()
@@ -228,7 +226,8 @@ class Evaluator:
             return
         self._state.touch()  # while it backs off, its slot is for others
         backoff_s = self._failures.backoff_base_s * 2.0 ** min(failed, 100)
-        await anyio.sleep(min(backoff_s, self._failures.max_backoff_s))
+        backoff_s = min(backoff_s, self._failures.max_backoff_s)
+        await anyio.sleep(backoff_s)
         self._waiting.append(_Attempt(number, infra, data))
         self._state.evaluating += 1
         self._state.touch()
@@ -260,10 +259,12 @@ class Evaluator:
 
     async def _rollout(self, prompt: Prompt, sibling: int) -> Sample:
         version = self._state.ledger.weight_version
-        with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 read by `waits`
+        with anyio.move_on_after(self._rollout_s) as in_time:
             sample = await in_tree(self._worker.rollout, prompt, sibling, version)
             alone = range(version, version + 1)
-            return check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
+            sample = check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
+            if not in_time.cancel_called:
+                return sample
         raise RolloutError(
             f"sibling {sibling} of group {prompt.group_id} took longer than {self._rollout_s:g} s"
         )

@@ -190,7 +190,8 @@ class AdvantageEstimator(Protocol):
 
     @property
     def heavy(self) -> bool:
-        """Whether it should run through the runner rather than on the event loop."""
+        """Whether it should run through the runner, which ends after `deadlines.estimator_s`,
+        rather than on the event loop, where nothing can end it."""
 
     def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
         """Columns in, new columns out; rows of one group are neighbours, groups in order."""

@@ -61,7 +61,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[GroupCounts, ...]
     oldest: tuple[Wait, ...]  #: of the attempts under way, what has waited longest
     requests: int  #: rollout calls
-    engines_out: Mapping[str, str]  #: put out of service, and why
     dropped: int
     last_drops: tuple[str, ...]
     last_failures: tuple[str, ...]
@@ -79,7 +78,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         since = _listed([f"{count} {name}" for name, count in self.since.items()], 9)
         exhausted = "; the source has ended" if self.exhausted else ""
-        out = _listed([f"{name}: {why}" for name, why in self.engines_out.items()], _SHOWN, "; ")
         told = {
             "step": f"{self.step}, weight version {self.weight_version}; last trained: {trained}",
             "progress": f"{seconds(self.quiet_s)} ago; since then: {since or 'nothing'}",
@@ -92,7 +90,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
             "versions": _listed(list(map(str, self.versions)), _SHOWN, "; "),
             "oldest": _listed([f"{w.group_id}, {w}" for w in self.oldest], _SHOWN, "; "),
             "requests": f"{self.requests} rollouts under way",
-            "engines": f"out of service: {out}" if out else "",
             "failures": _listed(list(self.last_failures), _SHOWN, "; "),
             "drops": _listed([f"{self.dropped} so far", *self.last_drops], _SHOWN, "; "),
         }
@@ -156,7 +153,6 @@ class Reporter:
             versions=_counts(records, lambda record: record.start_weight_version),
             oldest=_oldest(waits),
             requests=state.requests.value,
-            engines_out=dict(state.engines_out),
             dropped=ledger.counters["dropped"],
             last_drops=tuple(state.last_drops),
             last_failures=tuple(state.last_failures),

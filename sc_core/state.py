@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 
+from sc_core.calls import ended_from_outside, failed
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
@@ -24,6 +25,7 @@ from sc_core.watched import Watched
 logger = logging.getLogger(__name__)
 
 GROUPS_READY = "groups to train on"
+EVALUATED = "the results of an evaluation"
 DRAINED = "the end of all rollout requests"
 GATE_OPEN = "the weight gate"
 PUBLISHED = "the bundle under way"
@@ -229,6 +231,10 @@ class RunState:
 
     # the run --------------------------------------------------------------------------
 
+    def record(self, kind: EventKind, **fields: Any) -> None:
+        """Tell the event log of something that changes neither ledger nor places."""
+        self._append_many(kind, [fields])
+
     def engine_out(self, engine: str, reason: str) -> None:
         """An engine was put out of service."""
         logger.error("engine %s is out of service: %s", engine, reason)
@@ -297,7 +303,12 @@ class RunState:
             else:
                 self.events.append_many(kind, each)
         except Exception as exc:
-            self.log_failure = exc
+            self.log_failure = failed(f"appending {kind} to the event log", exc)
+            raise self.log_failure from exc
+        except BaseException as exc:  # of a cancel that no await was there for
+            call = f"appending {kind} to the event log"
+            self.log_failure = ended_from_outside(call)
+            exc.add_note(call)
             raise
 
     def require_log(self) -> None:

@@ -320,7 +320,8 @@ async def test_a_finished_evaluation_is_progress_and_a_finished_prompt_is_none()
     }
     result = await a_run(script=slow, async_rl=limits, held_out=4).run()
     assert result is not None and result.step == 12
-    with pytest.raises(StallError, match="no progress for 100 s"):
+    told = "an evaluation is under way: rollout of sibling 0 of group val4.4.0 has not returned"
+    with pytest.raises(StallError, match=told):
         await a_run(script=slow, async_rl=limits, held_out=5).run()
 
     async def one_step_in_50_s(prompt: Prompt, sibling: int, version: int) -> None:
@@ -328,6 +329,25 @@ async def test_a_finished_evaluation_is_progress_and_a_finished_prompt_is_none()
 
     result = await a_run(script=one_step_in_50_s, async_rl=limits, held_out=4).run()
     assert result is not None and result.step == 12
+
+
+async def test_a_stall_before_an_evaluation_has_a_slot_names_who_holds_it() -> None:
+    async def hangs(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 8:  # of step 5
+            await anyio.sleep_forever()
+
+    limits = {
+        "stall_watchdog": {"stall_timeout_s": 100},
+        "max_inflight_prompts": 1,
+        "max_buffered_rollouts": 4,
+        "deadlines": {"rollout_s": 1e6},
+    }
+    run = a_run("windowed", script=hangs, async_rl=limits)
+    told = (
+        r"evaluation waits for a slot; groups in flight: 1; rollout of sibling \d of group 8\.0 has"
+    )
+    with pytest.raises(StallError, match=told):
+        await run.run()
 
 
 # stops, saves and crashes ----------------------------------------------------------------

@@ -69,8 +69,10 @@ async def told(run: MemoryRun, *, within_s: float = 1000) -> str:
     assert (stopped.event, stopped.reason) == ("stopped", f"failed: StallError: {error.cause}")
     assert audit(run.log.events).ok
     assert run.controller is not None
-    now = run.controller.statistics()
-    assert not now.barrier.holders and not now.barrier.waiters
+    barrier = run.controller.statistics().barrier
+    assert not barrier.waiters
+    # a section whose call hung stays closed: that call may write yet
+    assert all(held.age_s >= 500 for held in barrier.holders)
     return str(error)
 
 

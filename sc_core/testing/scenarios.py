@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
+import msgspec
 
 from sc_core.config import ControllerConfig, decode
 from sc_core.records import Prompt
@@ -57,22 +58,39 @@ def uneven(prompt: Prompt, sibling: int) -> float:
     return 0.5 + (prompt.ordinal * 7 + sibling * 3) % 11
 
 
+def evaluating() -> ControllerConfig:
+    """The same with evaluations, which are what bundles are ranked by."""
+    config = settings("in_order", "prompt_group")
+    replace = msgspec.structs.replace
+    grpo = replace(
+        config.grpo,
+        max_num_steps=6,
+        val_period=2,
+        val_at_start=True,
+        num_val_generations_per_prompt=2,
+    )
+    checkpointing = replace(config.checkpointing, metric_name="val:reward")
+    return replace(config, grpo=grpo, checkpointing=checkpointing)
+
+
 def memory_run(config: ControllerConfig, *, exchanges: bool = True) -> MemoryRun:
     """A run in which some prompts fail once, one fails for good, and a bundle is asked for.
 
-    It is asked for late, when a step waits for a straggler with its first group selected.
+    It is asked for late, when a step waits for a straggler with its first group selected, or in
+    the middle of an evaluation.
     """
 
     async def script(prompt: Prompt, sibling: int, weight_version: int) -> None:
         first = prompt.group_id == f"{prompt.ordinal}.0"
-        if prompt.ordinal in (9, 16) and sibling == 1 and run.controller is not None:
+        if prompt.ordinal in (9, 16, -2) and sibling == 1 and run.controller is not None:
             await anyio.sleep(12)
             run.controller.request_checkpoint()
         if sibling == 1 and (prompt.ordinal == 5 or (first and prompt.ordinal % 7 == 3)):
             await anyio.sleep(12)  # meanwhile the other sibling has finished
             raise ConnectionError("engine went away")
 
-    run = MemoryRun(config, range(100), latency=uneven, script=script)
+    held_out = [f"held out {number}" for number in range(3)] if config.grpo.evaluates else None
+    run = MemoryRun(config, range(100), latency=uneven, script=script, held_out=held_out)
     run.disk = MemoryDisk(exchanges=exchanges)
     run.start_life()
     return run
@@ -88,11 +106,15 @@ def world(sampler: str, granularity: str) -> MemoryWorld:
     )
 
 
+def evaluating_world() -> MemoryWorld:
+    return MemoryWorld(lambda: memory_run(evaluating()), bit_equal=True, effect_s=0.2)
+
+
 SCENARIOS: Mapping[str, Callable[[], MemoryWorld]] = {
-    f"{sampler}-{granularity}": lambda s=sampler, g=granularity: world(s, g)  # type: ignore[misc]
+    f"{sampler}-{granularity}": lambda s=sampler, g=granularity: world(s, g)
     for sampler in SAMPLERS
     for granularity in GRANULARITIES
-}
+} | {"evaluation": evaluating_world}
 
 Part = tuple[str, range]
 """A scenario's name, and those of its crash points that one process explores."""

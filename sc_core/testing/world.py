@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sc_core.audit import AuditReport, audit
 from sc_core.bundle import BundleStore
-from sc_core.controller import RunResult
+from sc_core.controller import ControllerStatistics, RunResult
 from sc_core.errors import RestoreError
 from sc_core.events import Event
 from sc_core.manifest import bundle_name, parse_name
@@ -53,6 +53,7 @@ class MemoryWorld:
         self.bit_equal = bit_equal
         self.run = make()
         self.result: RunResult | None = None
+        self._at_the_end: ControllerStatistics | None = None
         self._make = make
         self._effect_s = effect_s
         self._life = 1
@@ -79,6 +80,7 @@ class MemoryWorld:
             self._look_around()
             run.controller = await run.open(bundles)
             self.result = await run.controller.run()
+            self._at_the_end = run.controller.statistics()  # here, where its clock goes
         finally:
             bundles.close()
 
@@ -249,14 +251,15 @@ class MemoryWorld:
 
     def _check_memory(self) -> list[str]:
         controller = self.run.controller
-        if controller is None:
-            return ["no controller was built"]
+        now = self._at_the_end
+        if controller is None or now is None:
+            return ["no controller was built, or it did not end"]
         problems = []
         try:
             controller.audit()
         except Exception as exc:
             problems.append(f"in memory: {exc}")
-        records, now = controller.ledger_records(), controller.statistics()
+        records = controller.ledger_records()
         if now.barrier.holders or now.barrier.waiters:
             problems.append(f"the barrier is not free: {now.barrier}")
         if now.places_held != sum(record.admitted for record in records):

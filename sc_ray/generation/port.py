@@ -27,6 +27,7 @@ from sc_core import (
 from sc_ray.bridge import await_future
 from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import Example, Rollouts
+from sc_ray.parcels import Parcels
 from sc_ray.workers import answer, died
 
 Choice = Literal["least_loaded", "by_ordinal"]
@@ -36,13 +37,17 @@ logger = logging.getLogger(__name__)
 class RayEngine:
     """One generation worker, by its name. Errors are those that the worker raised.
 
+    Args:
+        parcels: for a worker on another node, which gets weights through them and not by path.
+
     Raises:
         WorkerDied: from every coroutine, once the worker's process is gone.
     """
 
-    def __init__(self, actor: Any, *, name: str) -> None:
+    def __init__(self, actor: Any, *, name: str, parcels: Parcels | None = None) -> None:
         self.name = name
         self._actor = actor
+        self._parcels = parcels
 
     def send(
         self, prompt: Prompt, siblings: Sequence[int], weight_version: int
@@ -57,7 +62,11 @@ class RayEngine:
         await answer(self.name, self._actor.resume.remote())
 
     async def load_weights(self, path: Path, version: int) -> int:
-        loaded: int = await answer(self.name, self._actor.load_weights.remote(path, version))
+        if self._parcels is None:
+            call = self._actor.load_weights.remote(path, version)
+        else:
+            call = self._actor.load_content.remote(await self._parcels.of(path), version)
+        loaded: int = await answer(self.name, call)
         return loaded
 
     async def examples(self, count: int) -> list[Example]:
@@ -67,6 +76,11 @@ class RayEngine:
     async def ping(self) -> None:
         """Wait until the worker is up."""
         await answer(self.name, self._actor.ping.remote())
+
+    async def node_id(self) -> str:
+        """The node it runs on; waits until the worker is up."""
+        node: str = await answer(self.name, self._actor.node_id.remote())
+        return node
 
 
 class RayRollouts:

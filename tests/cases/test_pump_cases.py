@@ -386,14 +386,15 @@ def cancelled_from_outside_at(granularity: str, sibling: int, step: int) -> str:
         except CallCancelled:
             outcomes.append("ended")
             return
+        finally:
+            sound(run)
+            assert run.controller is not None and run.controller._state.requests.value == 0
         assert result is not None and [len(step) for step in run.trainer.trained] == [P, P]
         again = len(of_kind(run.log.events, "redispatched"))
         outcomes.append("too late" if left >= 0 else f"{again} again")
 
     run.engines.rollout = noted  # type: ignore[method-assign]
     assert run_alone(live(), before_step) == []
-    sound(run)
-    assert run.controller is not None and run.controller._state.requests.value == 0
     return outcomes[0]
 
 

@@ -16,7 +16,14 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from sc_core.config import AsyncRlConfig
 from sc_core.errors import CallTimeout, ConfigError, EnginesFailed, WeightSyncError, WorkerDied
+from sc_core.ledger import Ledger
+from sc_core.places import Places
+from sc_core.samplers import Windowed
+from sc_core.state import RunState
+from sc_core.testing import MemoryEventLog
+from sc_core.weights import WeightUpdates
 from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.weights import FileWeightSync
@@ -343,6 +350,28 @@ async def test_a_fleet_gives_weights_then_requests_from_any_thread(
         assert fleet.put_out("b", "it is slow") == 0
         with pytest.raises(WorkerDied, match="a has left; b was put out of service: it is slow"):
             rollouts._choose(0)
+
+
+@pytest.mark.parametrize("call", ["pause", "load", "resume"])
+async def test_a_run_goes_on_without_the_engine_that_fails(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, call: str
+) -> None:
+    engines[1].broken = {call}
+    state = RunState(Ledger(prompts_per_step=1), Places(1), Windowed(0), MemoryEventLog())
+    rollouts = RayRollouts([RayEngine(None, name=engine.name) for engine in engines])
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        fleet = RayFleet(sync, rollouts)
+        updates = WeightUpdates(state, sync, AsyncRlConfig(), fleet=fleet)
+        await updates.update()
+        await updates.update()
+    assert (state.engines, state.gate_closed_for) == (("a", "c"), None)
+    assert state.engines_out == {"b": "it can't"} and sync.engines == ("a", "c")
+    assert [engine.log[-3:] for engine in (engines[0], engines[2])] == [LAST_SYNC, LAST_SYNC]
+    assert engines[1].log.count(call) == 2, "it was asked twice, then left out"
+    assert "b" not in {rollouts._choose(ordinal).name for ordinal in range(9)}
+
+
+LAST_SYNC = ["pause", "load", "resume"]
 
 
 # other runs -----------------------------------------------------------------------------
