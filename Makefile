@@ -27,8 +27,9 @@ demo-crash: $(RAY)  ## the same, killed with SIGKILL in the middle, resumed and 
 	rm -rf runs/demo-crash
 	$(BIN)/python -m sc_ray.demo_crash --out runs/demo-crash
 
-chaos: $(ALL)  ## real runs, killed 50 times at random moments; about an hour
-	rm -rf runs/chaos
+chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at random ones; an hour
+	rm -rf runs/stops runs/chaos
+	$(BIN)/python -m sc_ray.stops --out runs/stops
 	$(BIN)/python -m sc_ray.chaos --out runs/chaos
 
 test: $(ALL)
@@ -48,6 +49,7 @@ bench: $(ALL)
 	$(BIN)/python -m benchmarks.bench_index
 	$(BIN)/python -m benchmarks.bench_controller
 	$(BIN)/python -m benchmarks.bench_window
+	$(BIN)/python -m benchmarks.bench_status
 
 clean:  ## forget the environment; runs stay
 	rm -rf .venv

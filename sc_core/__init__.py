@@ -26,6 +26,7 @@ from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
 from sc_core.errors import CallCancelled as CallCancelled
+from sc_core.errors import CallFailed as CallFailed
 from sc_core.errors import CallTimeout as CallTimeout
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
@@ -45,6 +46,7 @@ from sc_core.errors import StallError as StallError
 from sc_core.errors import StopTimeout as StopTimeout
 from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
+from sc_core.errors import WrongAnswer as WrongAnswer
 from sc_core.errors import root_cause as root_cause
 from sc_core.events import JsonlEventLog as JsonlEventLog
 from sc_core.events import JsonlMetrics as JsonlMetrics
@@ -99,6 +101,7 @@ __all__ = [
     "BundleDamaged",
     "BundleStore",
     "CallCancelled",
+    "CallFailed",
     "CallTimeout",
     "CheckpointBarrier",
     "CheckpointingConfig",
@@ -159,6 +162,7 @@ __all__ = [
     "WeightSync",
     "WeightSyncError",
     "WorkerDied",
+    "WrongAnswer",
     "ZeroVarianceFilter",
     "audit",
     "audit_run",

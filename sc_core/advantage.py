@@ -7,38 +7,53 @@ data plane reads the next slice and writes the one before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from sc_core.barrier import CheckpointBarrier
-from sc_core.calls import ended_from_outside, in_tree
+from sc_core.calls import at_once, ended_from_outside, in_tree, settle
+from sc_core.errors import WrongAnswer
 from sc_core.ports import AdvantageEstimator, Runner
 from sc_core.records import Batch, Group
+from sc_core.returned import check_columns
 from sc_core.rows import Rows
 
 _GROUPS_PER_SLICE = 16
 """A slice is one read, one estimate and one write: small enough to overlap, large enough that
 the three calls cost less than the rows they move."""
 
+_ESTIMATE = "estimator.estimate"
 _Slice = tuple[tuple[str, ...], tuple[int, ...], dict[str, list[Any]]]
 
 
 class AdvantageStage:
     def __init__(
-        self, rows: Rows, barrier: CheckpointBarrier, estimator: AdvantageEstimator, runner: Runner
+        self,
+        rows: Rows,
+        barrier: CheckpointBarrier,
+        estimator: AdvantageEstimator,
+        runner: Runner,
+        *,
+        deadline_s: float,
     ) -> None:
         self._rows = rows
         self._barrier = barrier
         self._estimator = estimator
         self._runner = runner
+        self._deadline_s = deadline_s  #: of a heavy estimate; a light one can't be ended
 
     async def run(self, batch: Batch) -> None:
         """Give every row of `batch` its advantage columns.
 
         A cancel may leave some rows written and others not; running the stage again on the
         same rows gives the same columns.
+
+        Raises:
+            WrongAnswer, CallFailed, CallTimeout: the estimator's fault.
+            DataPlaneError, CallTimeout: the data plane's.
         """
         read, to_estimate = anyio.create_memory_object_stream[_Slice](1)
         estimated, to_write = anyio.create_memory_object_stream[_Slice](1)
@@ -47,12 +62,17 @@ class AdvantageStage:
             async with anyio.create_task_group() as stage:
                 stage.start_soon(in_tree, self._fetch, batch, read, name="fetch")
                 stage.start_soon(in_tree, self._estimate, to_estimate, estimated, name="estimate")
-                async for ids, _, columns in to_write:
-                    async with self._barrier.mutation("advantage write-back"):
-                        await self._rows.write_back(ids, columns)
-                    written += len(ids)
+                written = await in_tree(self._write_back, to_write)
         if written < len(batch.sample_ids):
             raise ended_from_outside("the advantage stage")
+
+    async def _write_back(self, receive: MemoryObjectReceiveStream[_Slice]) -> int:
+        written = 0
+        async for ids, _, columns in receive:
+            async with self._barrier.mutation("advantage write-back"):
+                await self._rows.write_back(ids, columns)
+            written += len(ids)
+        return written
 
     async def _fetch(self, batch: Batch, send: MemoryObjectSendStream[_Slice]) -> None:
         async with send:
@@ -70,9 +90,14 @@ class AdvantageStage:
         async with receive, send:
             async for ids, sizes, columns in receive:
                 if self._estimator.heavy:
-                    columns = await self._runner(estimate, columns, sizes)
+                    estimated = await settle(
+                        _ESTIMATE,
+                        self._deadline_s,
+                        partial(self._runner, estimate, columns, sizes),
+                    )
                 else:
-                    columns = estimate(columns, sizes)
+                    estimated = at_once(_ESTIMATE, estimate, columns, sizes)
+                columns = check_columns(estimated, _ESTIMATE, (), len(ids), WrongAnswer)
                 await send.send((ids, sizes, columns))
 
 

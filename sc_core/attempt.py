@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from sc_core.barrier import CheckpointBarrier
-from sc_core.calls import in_tree
+from sc_core.calls import at_once, in_tree
 from sc_core.config import ControllerConfig
 from sc_core.errors import DataFailure, DataPlaneError, RolloutError, RowsNotCleared, WorkerDied
 from sc_core.ports import GroupFilter, RolloutWorker
@@ -21,6 +21,8 @@ from sc_core.records import FinishedSibling, LedgerRecord, Prompt, Sample, Sampl
 from sc_core.returned import check_sample
 from sc_core.rows import Rows
 from sc_core.state import RunState
+
+_KEEP = "group_filter.keep"
 
 
 class AttemptFailed(Exception):
@@ -148,7 +150,7 @@ class GroupBuilder:
                 async with anyio.create_task_group() as tg:
                     for sibling in others:
                         tg.start_soon(in_tree, one, sibling, name="sibling")
-                    await one(first)  # in this task: a group has a task less to pay for
+                    await in_tree(one, first)  # in this task: a group has a task less to pay for
             except BaseExceptionGroup as group:
                 failed, fatal = group.split(AttemptFailed)
                 if fatal is not None:  # or a cancel, beside which a failure is no news
@@ -159,13 +161,15 @@ class GroupBuilder:
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         requests = self._state.requests
         try:
-            with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 read by `waits`
-                return check_sample(
+            with anyio.move_on_after(self._rollout_s) as in_time:
+                sample = check_sample(
                     await in_tree(self._worker.rollout, prompt, sibling, weight_version),
                     prompt.group_id,
                     sibling,
                     weight_versions=range(weight_version, self._state.ledger.weight_version + 1),
                 )
+                if not in_time.cancel_called:  # else it did not mind
+                    return sample
             raise RolloutError(
                 f"sibling {sibling} of group {prompt.group_id} took longer than"
                 f" {self._rollout_s:g} s"
@@ -183,7 +187,7 @@ class GroupBuilder:
         """Either the group is in the data plane and the index, or nothing changed."""
         state, group_id = self._state, record.group_id
         rewards = [sample.reward for sample in samples]
-        if self._filter is not None and not self._filter.keep(rewards):
+        if self._filter is not None and not at_once(_KEEP, self._filter.keep, rewards):
             state.dropped(record.ordinal, "filtered")
             return False
         names = samples[0].fields.keys()
@@ -210,7 +214,7 @@ class GroupBuilder:
         record = self._state.ledger.get(ordinal)
         assert record is not None
         rewards = [one.reward for one in record.finished]
-        if self._filter is not None and not self._filter.keep(rewards):
+        if self._filter is not None and not at_once(_KEEP, self._filter.keep, rewards):
             await self.drop(ordinal, lambda: self._state.dropped(ordinal, "filtered"))
             return False
         section = self._barrier.mutation(f"commit {record.group_id}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import anyio
 import msgspec
 
-from sc_core.errors import BarrierMisuse, BarrierTimeout
+from sc_core.errors import BarrierMisuse, BarrierTimeout, CallTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +66,10 @@ class CheckpointBarrier:
     yields nor looks for a pending cancel: the section's own first await does. A native cancel
     ignores shields, so it can end a section whose thread call still runs; but it reaches one task
     only, so enter sections in a child of the one that may be hit, as `SingleController.run` does.
+
+    **Deadlines.** A section whose body ends with a `CallTimeout`, or with what one has caused, is
+    never left: the call may still be writing, and nothing that it could tear may begin. The run
+    has to end, and what waits for the barrier with it.
 
     **Elsewhere.** tricycle's RWLock is as fair, and refuses to nest. aiorwlock prefers writers,
     and nests within one task only. In both, readers queued behind a writer that gives up sleep on
@@ -325,6 +329,8 @@ class MutationSection(Section):
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if exc is not None and _outlived_its_deadline(exc):
+            return
         barrier = self._barrier
         if self._held and self._outer is None and not barrier._closed:
             self._held = False
@@ -359,7 +365,8 @@ class CheckpointSection(Section):
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self.leave()
+        if exc is None or not _outlived_its_deadline(exc):
+            self.leave()
 
 
 class _Turn:
@@ -376,6 +383,14 @@ class _Turn:
 # The section that this context entered last. Never reset: one that has been left says so itself,
 # and its `_outer` tells what is still around it. So leaving works in any context, in any order.
 _entered: ContextVar[Section | None] = ContextVar("sc_core.barrier.entered", default=None)
+
+
+def _outlived_its_deadline(error: BaseException) -> bool:
+    """Whether a call may still be under way in some thread or process, in spite of its error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, CallTimeout):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def _live(section: Section | None) -> Section | None:

@@ -1,4 +1,4 @@
-"""Calls that are awaited even when cancelled, until their deadline."""
+"""Calls through ports: awaited until their deadline even when cancelled, and named if they fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from sc_core.errors import CallCancelled, CallTimeout
+from sc_core.errors import CallCancelled, CallFailed, CallTimeout, ScError
 
 R = TypeVar("R")
 
@@ -29,15 +29,49 @@ async def settle(
     none arrives.
 
     Raises:
-        CallTimeout: the deadline passed; whether the call took effect is unknown.
+        CallTimeout: the deadline passed; whether the call took effect is unknown. So it is if
+            the call answered that with a result, or an error, after all.
+        CallFailed: it raised something else than an `ScError`, which arrives as it is.
     """
     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + deadline_s) as in_time:
-        result = await work()
-        if then is not None:
-            then(result)
-        return result
-    assert in_time.cancelled_caught
+        try:
+            result = await work()
+        except Exception as exc:
+            if in_time.cancel_called:
+                raise CallTimeout(call, deadline_s) from exc
+            if isinstance(exc, ScError):
+                raise
+            raise failed(call, exc) from exc
+        except anyio.get_cancelled_exc_class() as exc:
+            exc.add_note(call)  # for `in_tree`, if the deadline is not what cancelled it
+            raise
+        if not in_time.cancel_called:
+            if then is not None:
+                then(result)
+            return result
     raise CallTimeout(call, deadline_s)
+
+
+def at_once(call: str, work: Callable[..., R], *args: Any) -> R:
+    """Call a synchronous port.
+
+    Raises:
+        CallFailed: it raised something else than an `ScError`, which arrives as it is.
+        CallCancelled: it raised what only an await may.
+    """
+    try:
+        return work(*args)
+    except ScError:
+        raise
+    except Exception as exc:
+        raise failed(call, exc) from exc
+    except anyio.get_cancelled_exc_class() as exc:
+        raise ended_from_outside(call) from exc
+
+
+def failed(call: str, error: Exception) -> CallFailed:
+    """What to raise from an error that a port raised."""
+    return CallFailed(call, f"{type(error).__name__}: {error}")
 
 
 async def in_tree(task: Callable[..., Awaitable[R]], *args: Any) -> R:
@@ -53,9 +87,8 @@ async def in_tree(task: Callable[..., Awaitable[R]], *args: Any) -> R:
         return await task(*args)
     except anyio.get_cancelled_exc_class() as exc:
         await anyio.lowlevel.checkpoint_if_cancelled()  # one of ours goes on as it came
-        raise CallCancelled(
-            "a port call was cancelled by something outside this run; the traceback says which"
-        ) from exc
+        noted = vars(exc).get("__notes__") or ["a port call"]
+        raise ended_from_outside(noted[0]) from exc
 
 
 def ended_from_outside(task: str) -> CallCancelled:

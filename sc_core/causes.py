@@ -10,7 +10,9 @@ from sc_core.records import LedgerRecord
 from sc_core.state import DRAINED, EVALUATED, GROUPS_READY, PUBLISHED, RunState
 from sc_core.waits import Wait, seconds
 
-_STANDING = frozenset({"watchdog", "rollout pump", "finaliser", "time budget", "stop in time"})
+_STANDING = frozenset(
+    {"watchdog", "rollout pump", "finaliser", "time budget", "stop in time", "end in time"}
+)
 """Tasks beside the train pump for all of the run; any other child of it works for it."""
 
 
@@ -68,7 +70,7 @@ class _Case:
             return f"{closed}{pump.what}, is not free: {self._holder()}"
         if pump.kind != "call":  # it waits for a child of its own
             own = [w for w in self._waits if w.depth == 1 and w.task not in _STANDING]
-            pump = max(own, key=_age, default=pump)
+            pump = max(own or self._waits, key=_age)
         return f"{closed}{_overdue(pump)}"
 
     # the train pump waits for groups ----------------------------------------------------

@@ -66,8 +66,9 @@ class RolloutFailureConfig(_Settings, frozen=True):
     on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
     """What follows when a prompt has used up its attempts. `replace`: it is dropped, and the next
     prompt takes its place. `shortfall`: it is dropped, and its step trains one group less: the
-    step it was meant for under `in_order`, else the one being filled. The last group of a step
-    is replaced. `fail`: the run ends. Groups dropped as stale, or by a filter, are replaced."""
+    step it was meant for under `in_order`, the last that could have trained it under
+    `weight_fifo`, else the one being filled. The last group of a step is replaced. `fail`: the
+    run ends. Groups dropped as stale, or by a filter, are always replaced."""
     max_consecutive_dropped_prompts: int = 32
     """Drops after failures, with no commit in between; one more ends the run: it is not the
     prompts."""
@@ -92,9 +93,10 @@ class DeadlinesConfig(_Settings, frozen=True):
     source_s: float = 600.0  #: one prompt
     data_plane_s: float = 60.0  #: one put, get, clear or list
     snapshot_s: float = 600.0  #: the data plane's own save
+    estimator_s: float = 600.0  #: one slice of a chunk, if the estimator is heavy
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
-    disk_s: float = 600.0  #: writing and publishing one bundle
+    disk_s: float = 600.0  #: writing, publishing or verifying one bundle
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

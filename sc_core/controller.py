@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,9 +17,15 @@ from sc_core.attempt import GroupBuilder
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY, stop_in_time
 from sc_core.bundle import BundleStore
-from sc_core.calls import ended_from_outside, in_thread, in_tree, settle
+from sc_core.calls import at_once, ended_from_outside, in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
-from sc_core.errors import ConfigError, RestoreOrderError, StallError, root_cause
+from sc_core.errors import (
+    ConfigError,
+    RestoreOrderError,
+    StallError,
+    WrongAnswer,
+    root_cause,
+)
 from sc_core.evaluation import Evaluator
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
@@ -41,6 +48,7 @@ from sc_core.ports import (
 from sc_core.records import Cut, LedgerRecord, SampleId
 from sc_core.report import Reporter, StallReport
 from sc_core.restore import ReadyStore, keeps_siblings
+from sc_core.returned import check_rows
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
 from sc_core.samplers import build_sampler, check_capacity
@@ -143,6 +151,9 @@ class SingleController:
         self._state = RunState(
             self._ledger_from(bundle), Places(capacity), self._sampler, ports.events
         )
+        for record in self._state.ledger.records():
+            if record.admitted:
+                self._state.places.restore(record.ordinal)
         self._evaluator = self._build_evaluator()
         self._barrier = CheckpointBarrier(clock=clock)
         self._reporter = Reporter(self._state, self._barrier, config)
@@ -170,9 +181,21 @@ class SingleController:
             raise RestoreOrderError("this controller has run; build another one")
         results: list[RunResult] = []
 
+        until_the_end = anyio.CancelScope(shield=True)
+
+        async def stay() -> None:
+            with until_the_end:
+                longest_s = max(msgspec.structs.astuple(self._config.async_rl.deadlines))
+                await self._watchdog.see_end_through(longest_s)
+
         async def tree() -> None:
             self._reporter.root = anyio.get_current_task().id
-            results.append(await in_tree(self._run))
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(stay, name="end in time")
+                try:
+                    results.append(await in_tree(self._run))
+                finally:
+                    until_the_end.cancel()
 
         try:
             # A native asyncio cancel reaches the caller's task, which waits here; the tree is in
@@ -190,7 +213,7 @@ class SingleController:
                     reason = f"{type(cause).__name__}: {cause.cause}"
                 logger.error("the run failed: %s", reason)
                 if self._begun and self._state.log_failure is None:
-                    with suppress(OSError):  # the log's own failure may be the cause
+                    with suppress(Exception):  # the error under way says more than this one
                         self._ports.events.append("stopped", reason=f"failed: {reason}")
             if cause is error:
                 raise
@@ -271,6 +294,8 @@ class SingleController:
         self._started_at = anyio.current_time()
         self._ready.use()
         plane = await settle("connect", deadline_s, lambda: self._ports.connect(self._ready))
+        if plane is None:
+            raise WrongAnswer("connect returned None, not a DataPlane")
         try:
             result = await self._run_on(plane)
         except BaseException:
@@ -323,7 +348,13 @@ class SingleController:
                 self._runner,
                 lambda: self._take_cut(rows),
             )
-        advantages = AdvantageStage(rows, self._barrier, ports.estimator, self._runner)
+        advantages = AdvantageStage(
+            rows,
+            self._barrier,
+            ports.estimator,
+            self._runner,
+            deadline_s=deadlines.estimator_s,
+        )
         rollouts = RolloutPump(
             state,
             config,
@@ -364,11 +395,11 @@ class SingleController:
             with anyio.CancelScope() as self._pumping:
                 if not state.save_on_stop:
                     self._pumping.cancel()
-                await weights.update()  # every engine confirms the version before a prompt goes out
+                # every engine confirms the version before a prompt goes out
+                await in_tree(weights.update)
                 tg.start_soon(in_tree, rollouts.run, name="rollout pump")
-                ended = await self._pump.run(
-                    resumed=None if self._bundle is None else self._bundle.info
-                )
+                resumed = None if self._bundle is None else self._bundle.info
+                ended = await in_tree(partial(pump.run, resumed=resumed))
             if finaliser is not None:
                 await finaliser.settled()
             reason = ended
@@ -378,7 +409,7 @@ class SingleController:
         stopped_by = state.stop_reason if reason in ("stopped", MUST_SAVE_BY) else None
         said = reason if stopped_by in (None, reason) else f"{reason}: {stopped_by}"
         ledger = state.ledger
-        ports.events.append("stopped", reason=said, step=ledger.step)
+        state.record("stopped", reason=said, step=ledger.step)
         await settle("event log sync", deadlines.disk_s, lambda: self._runner(ports.events.sync))
         return RunResult(
             reason=reason,
@@ -424,20 +455,23 @@ class SingleController:
         """Bring store, trainer and source to the bundle's instant, before any pump starts."""
         config, ports, state, bundle = self._config, self._ports, self._state, self._bundle
         deadlines, ledger = config.async_rl.deadlines, state.ledger
-        listed = await settle(
-            "data_plane.list_sample_ids", deadlines.data_plane_s, plane.list_sample_ids
-        )
+        call = "data_plane.list_sample_ids"
+        listed = check_rows(await settle(call, deadlines.data_plane_s, plane.list_sample_ids), call)
         if bundle is None:
             if listed:
                 raise RestoreOrderError(
                     f"a fresh start found {len(listed)} rows in the data plane: the store was"
                     " touched after it was proven untouched"
                 )
-            ports.events.append("run_started", step=0, weight_version=0)
+            state.record("run_started", step=0, weight_version=0)
             self._begun = True
             return
         cut = bundle.cut
-        await self._runner(check_inventory, cut, listed)
+        await settle(
+            "the check of the rows",
+            deadlines.data_plane_s,
+            lambda: self._runner(check_inventory, cut, listed),
+        )
         async with self._barrier.mutation("restore"):
             if not config.checkpointing.load_replay_buffer:
                 for group in ledger.index.groups():
@@ -447,7 +481,7 @@ class SingleController:
                     if record.finished:
                         rows.suspects.update(ledger.forget_siblings(record.ordinal))
             await rows.clear(())
-        ports.events.append(
+        state.record(
             "resumed",
             parent=cut.incarnation,
             parent_seq=cut.event_seq,
@@ -456,9 +490,6 @@ class SingleController:
             weight_version=cut.weight_version,
         )
         self._begun = True
-        for record in ledger.records():
-            if record.admitted:
-                state.places.restore(record.ordinal)
         if not config.checkpointing.load_replay_buffer:
             for group in ledger.index.groups():
                 state.regenerated(group, reason="load_replay_buffer is false")
@@ -484,7 +515,7 @@ class SingleController:
             group_size=self._config.grpo.num_generations_per_prompt,
             sampler=self._sampler.name,
             sampler_state=self._sampler.state(),
-            source_fingerprint=ports.source.fingerprint(),
+            source_fingerprint=at_once("source.fingerprint", ports.source.fingerprint),
             suspects=sorted(rows.suspects),
         )
         return cut, (ledger.index.digest, ledger.digest)

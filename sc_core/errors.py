@@ -90,6 +90,21 @@ class CallCancelled(ScError, RuntimeError):
     """A port call ended as if cancelled, and nothing in this run had cancelled it."""
 
 
+class CallFailed(ScError, RuntimeError):
+    """A port call raised an error that is none of sc_core's own, which is the `__cause__`."""
+
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(call, reason)
+        self.call, self.reason = call, reason
+
+    def __str__(self) -> str:
+        return f"{self.call} failed: {self.reason}"
+
+
+class WrongAnswer(ScError, TypeError):
+    """A port call returned something that its Protocol does not allow."""
+
+
 class DataPlaneError(ScError, RuntimeError):
     """The data plane refused a call or answered it wrongly."""
 

@@ -259,10 +259,12 @@ class Evaluator:
 
     async def _rollout(self, prompt: Prompt, sibling: int) -> Sample:
         version = self._state.ledger.weight_version
-        with anyio.move_on_after(self._rollout_s) as in_time:  # noqa: F841 (a report reads it)
+        with anyio.move_on_after(self._rollout_s) as in_time:
             sample = await in_tree(self._worker.rollout, prompt, sibling, version)
             alone = range(version, version + 1)
-            return check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
+            sample = check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
+            if not in_time.cancel_called:
+                return sample
         raise RolloutError(
             f"sibling {sibling} of group {prompt.group_id} took longer than {self._rollout_s:g} s"
         )

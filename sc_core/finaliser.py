@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from sc_core.bundle import BundleStore, Staged
-from sc_core.calls import settle
+from sc_core.calls import failed, settle
 from sc_core.config import ControllerConfig
 from sc_core.errors import SaveError
 from sc_core.ports import EventSink, Runner, Trainer
@@ -102,7 +102,11 @@ class BundleFinaliser:
         cut = job.cut
 
         def on_disk() -> None:
-            self._events.sync()  # the log up to the cut must not be younger than the bundle
+            # the log up to the cut must not be younger than the bundle
+            try:
+                self._events.sync()
+            except Exception as exc:
+                raise failed("event log sync", exc) from exc
             self._store.publish(
                 job.staged,
                 cut=cut,

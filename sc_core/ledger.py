@@ -301,7 +301,7 @@ class Ledger:
         """Forget a prompt in any state, and its group if it has one; returns its last record.
 
         `after` is what it failed of, if that is why; `short_step` a step that now goes without
-        its group, as `step_to_shorten` says.
+        its group, one that `can_shorten`.
         """
         old = self._in_state(f"drop ({reason})", ordinal, *get_args(State))
         if owns_group(old):
@@ -316,21 +316,17 @@ class Ledger:
             self.counters["shortfall"] += 1
         return old
 
-    def step_to_shorten(self, ordinal: int, *, targeted: bool) -> int | None:
-        """The step that can go without this prompt, by the weight version that it starts from.
+    def can_shorten(self, step: int | None) -> int | None:
+        """That step, if it can go without a group, or the next if it has all of its groups.
 
-        The one that the prompt is meant for, or, where groups are not `targeted`, the one that
-        is being filled. None: no step counts on the prompt, or it would be left with no group.
+        None: it is none to come, or would be left with no group.
         """
         version = self.weight_version
-        if targeted:
-            target = self._records[ordinal].target_step
-            if target is None or target < version:
-                return None
-        else:
-            is_full = self.index.selected_count >= self.groups_of_target(version)
-            target = version + 1 if is_full else version
-        return target if self.groups_of_target(target) > 1 else None
+        if step is None or step < version:
+            return None
+        if step == version and self.index.selected_count >= self.groups_of_target(version):
+            step += 1
+        return step if self.groups_of_target(step) > 1 else None
 
     def requeue(self, ordinal: int) -> LedgerRecord:
         """Committed to waiting, as a new attempt that has not started.

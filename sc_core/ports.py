@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
-from sc_core.records import Batch, Group, Prompt, PulledPrompt, Sample, SampleId, Stamp
+from sc_core.records import (
+    Batch,
+    Group,
+    LedgerRecord,
+    Prompt,
+    PulledPrompt,
+    Sample,
+    SampleId,
+    Stamp,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,7 +190,8 @@ class AdvantageEstimator(Protocol):
 
     @property
     def heavy(self) -> bool:
-        """Whether it should run through the runner rather than on the event loop."""
+        """Whether it should run through the runner, which ends after `deadlines.estimator_s`,
+        rather than on the event loop, where nothing can end it."""
 
     def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
         """Columns in, new columns out; rows of one group are neighbours, groups in order."""
@@ -262,6 +272,10 @@ class Sampler(Protocol):
 
     def may_abort(self, start_weight_version: int, weight_version: int) -> bool:
         """Whether a group in flight since that version could no longer be selected."""
+
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        """The step that goes without this prompt, by the weight version that it starts from, if
+        the prompt is dropped after failures and not replaced. None: no step counts on it."""
 
     def required_capacity(self, prompts_per_step: int) -> int:
         """Places below which a step could never fill, or the policy could not be kept."""

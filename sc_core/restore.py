@@ -18,7 +18,7 @@ import msgspec
 
 from sc_core.bundle import BundleStore
 from sc_core.calls import settle
-from sc_core.config import ControllerConfig
+from sc_core.config import ControllerConfig, DeadlinesConfig
 from sc_core.errors import (
     BundleDamaged,
     BundleInconsistent,
@@ -30,12 +30,14 @@ from sc_core.errors import (
 from sc_core.manifest import parse_name
 from sc_core.ports import BootstrapDataPlane, Runner
 from sc_core.records import Cut, SampleId
+from sc_core.returned import check_mapping, check_rows
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 from sc_core.window import check_inventory, snapshot_metadata
 
 logger = logging.getLogger(__name__)
 
 _PROVEN = object()
+_DEADLINES = DeadlinesConfig()
 
 
 class ReadyStore:
@@ -77,15 +79,23 @@ class SentStore(msgspec.Struct, frozen=True):
     path: str | None  #: of the bundle that the store was filled from
     digest: str | None  #: of its cut
 
-    async def receive(self, store: BundleStore, *, runner: Runner) -> ReadyStore:
+    async def receive(
+        self, store: BundleStore, *, runner: Runner, deadlines: DeadlinesConfig = _DEADLINES
+    ) -> ReadyStore:
         """The token again, once the bundle was verified here too.
 
         Raises:
             BundleDamaged, BundleInconsistent: it changed on the way.
+            CallTimeout: it could not be read within `deadlines.disk_s`.
         """
         if self.path is None:
             return ReadyStore(_PROVEN, None)
-        bundle = await runner(lambda: verify(Path(self.path or ""), store.disk, key=store.key))
+        path = Path(self.path)
+        bundle = await settle(
+            f"reading {path}",
+            deadlines.disk_s,
+            lambda: runner(lambda: verify(path, store.disk, key=store.key)),
+        )
         if bundle.digest != self.digest:
             raise BundleInconsistent(
                 f"{bundle.path.name}: its cut had digest {self.digest} when the store was filled"
@@ -114,6 +124,7 @@ async def restore(
         NoValidBundle: bundles exist and none can be used.
         BundleInconsistent: an intact bundle contradicts itself; nothing is guessed.
         ConfigChanged: the settings can't go on from the bundle; both numbers are named.
+        CallTimeout: the disk or the store did not answer in time.
     """
     deadlines = config.async_rl.deadlines
     if not await settle("store.is_untouched", deadlines.data_plane_s, bootstrap.is_untouched):
@@ -122,7 +133,11 @@ async def restore(
         )
     refused: dict[str, RestoreError] = {}
     while True:
-        bundle = await runner(_choose, store, resume, refused)
+        bundle = await settle(
+            f"reading the bundles in {store.directory}",
+            deadlines.disk_s,
+            lambda: runner(_choose, store, resume, refused),
+        )
         if bundle is None:
             return ReadyStore(_PROVEN, None)
         check_config(bundle.cut, config, source_fingerprint)
@@ -195,12 +210,14 @@ def _choose(
 async def _fill(
     bundle: VerifiedBundle, bootstrap: BootstrapDataPlane, call_s: float, load_s: float
 ) -> None:
-    metadata = await settle(
-        "store.load_checkpoint",
-        load_s,
-        lambda: bootstrap.load_checkpoint(bundle.data_plane_dir),
+    call = "store.load_checkpoint"
+    metadata = check_mapping(
+        await settle(call, load_s, lambda: bootstrap.load_checkpoint(bundle.data_plane_dir)),
+        call,
+        "the metadata saved with the rows",
     )
-    listed = await settle("store.list_sample_ids", call_s, bootstrap.list_sample_ids)
+    call = "store.list_sample_ids"
+    listed = check_rows(await settle(call, call_s, bootstrap.list_sample_ids), call)
     check_store(bundle, metadata, listed)
 
 

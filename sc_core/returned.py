@@ -1,18 +1,27 @@
-"""What a rollout worker returned: believed only once it has been looked at.
+"""What a port returned: believed only once it has been looked at.
 
 It comes from other processes and from user code, and goes into ledger, index and cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set, Sized
 from operator import index
+from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from sc_core.errors import DataFailure, RolloutError
-from sc_core.records import GroupId, Sample
+from sc_core.errors import (
+    DataFailure,
+    DataPlaneError,
+    RolloutError,
+    ScError,
+    WrongAnswer,
+)
+from sc_core.records import GroupId, PulledPrompt, Sample, SampleId
 
+_encode = msgspec.msgpack.Encoder().encode
 _MOST = 2.0**128  #: of a reward, as in float32, and so that the sum of many is finite as well
 _TOKENS = range(2**48)  #: the sum of many still fits into 64 bits
 
@@ -54,3 +63,63 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
     if reward is sample.reward and tokens is sample.tokens and end is sample.end_weight_version:
         return sample
     return replace(sample, reward=reward, tokens=tokens, end_weight_version=end)
+
+
+def check_pulled(pulled: object) -> PulledPrompt:
+    """
+    Raises:
+        WrongAnswer: it is no prompt with its position, or nothing could save that position.
+    """
+    if not isinstance(pulled, PulledPrompt):
+        raise WrongAnswer(f"source.next_prompt returned {_kind(pulled)}, not a PulledPrompt")
+    try:
+        _encode(pulled.position)
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise WrongAnswer(
+            f"source.next_prompt returned a position that can't be saved as msgpack: {exc}"
+        ) from exc
+    return pulled
+
+
+def check_mapping(answer: object, call: str, expected: str) -> Mapping[str, Any]:
+    """
+    Raises:
+        WrongAnswer: it is no mapping.
+    """
+    if not isinstance(answer, Mapping):
+        raise WrongAnswer(f"{call} returned {_kind(answer)}, not {expected}")
+    return answer
+
+
+def check_rows(listed: object, call: str) -> frozenset[SampleId]:
+    """
+    Raises:
+        DataPlaneError: it is no set of row ids.
+    """
+    if not isinstance(listed, Set):
+        raise DataPlaneError(f"{call} returned {_kind(listed)}, not a set of row ids")
+    return frozenset(listed)
+
+
+def check_columns(
+    columns: object, call: str, names: Sequence[str], rows: int, error: type[ScError]
+) -> dict[str, Any]:
+    """Columns of `rows` rows, `names` among them.
+
+    Raises:
+        error: one is missing, or has too few or too many values; or these are no columns.
+    """
+    if not isinstance(columns, Mapping):
+        raise error(f"{call} returned {_kind(columns)}, not the columns of {rows} rows")
+    for name in names:
+        if name not in columns:
+            raise error(f"{call} returned no column {name}, but {', '.join(columns) or 'nothing'}")
+    for name, values in columns.items():
+        found = len(values) if isinstance(values, Sized) else _kind(values)
+        if found != rows:
+            raise error(f"{call} returned {found} for column {name}, not {rows} values")
+    return dict(columns)
+
+
+def _kind(answer: object) -> str:
+    return "None" if answer is None else f"a value of type {type(answer).__name__}"

@@ -16,18 +16,20 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
-from sc_core.calls import ended_from_outside, in_tree
+from sc_core.calls import ended_from_outside, failed, in_tree
 from sc_core.config import ControllerConfig
 from sc_core.errors import (
     CallTimeout,
     DataFailure,
     EndOfPrompts,
     PromptDropped,
+    ScError,
     TooManyDropped,
 )
 from sc_core.ledger import Failure
 from sc_core.ports import PromptSource
 from sc_core.records import LedgerRecord, Stamp
+from sc_core.returned import check_pulled
 from sc_core.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -104,13 +106,20 @@ class RolloutPump:
                     continue
                 in_time.deadline = anyio.current_time() + deadline_s
                 try:
-                    pulled = await self._source.next_prompt()
-                except EndOfPrompts:
-                    state.end_of_prompts()
-                    return
-                except Exception:
+                    pulled = check_pulled(await self._source.next_prompt())
+                except Exception as exc:
                     await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
+                    if isinstance(exc, EndOfPrompts):
+                        state.end_of_prompts()
+                        return
+                    if isinstance(exc, ScError):
+                        raise
+                    raise failed(call, exc) from exc
+                except anyio.get_cancelled_exc_class() as exc:
+                    exc.add_note(call)  # for `in_tree`, if it is not ours
                     raise
+                if in_time.cancel_called:  # it did not mind
+                    break
                 in_time.deadline = math.inf
                 state.pulled(pulled)
                 self._dispatch(attempts)

@@ -18,6 +18,7 @@ from sc_core.config import DeadlinesConfig
 from sc_core.errors import BarrierMisuse, CallTimeout, DataPlaneError, RowsNotCleared
 from sc_core.ports import Columns, DataPlane
 from sc_core.records import SampleId
+from sc_core.returned import check_columns
 
 logger = logging.getLogger(__name__)
 
@@ -53,24 +54,42 @@ class Rows:
             DataPlaneError, CallTimeout: the put failed or did not return.
             RowsNotCleared: they could not be cleared after a failed put; the run must not
                 reuse their ids.
+
+        A put past its deadline may yet arrive: its rows stay suspect although they were cleared.
         """
         self._require_section("put")
         try:
             await self._write(
                 "put_samples", lambda: self._plane.put_samples(sample_ids, fields, tags), then
             )
-        except (DataPlaneError, CallTimeout):
+        except (DataPlaneError, CallTimeout) as exc:
             self.suspects.update(sample_ids)
-            await self._clear_suspects()
+            try:
+                await self._clear_suspects()
+            finally:
+                if isinstance(exc, CallTimeout):
+                    self.suspects.update(sample_ids)
             raise
         except anyio.get_cancelled_exc_class():  # by something outside this run: settle is shielded
             self.suspects.update(sample_ids)
             raise
 
     async def write_back(self, sample_ids: Sequence[SampleId], fields: Columns) -> None:
-        """Write further columns of rows that exist."""
+        """Write further columns of rows that exist; what was refused once is tried again.
+
+        Raises:
+            DataPlaneError, CallTimeout: some rows may have them.
+        """
         self._require_section("write_back")
-        await self._write("put_samples", lambda: self._plane.put_samples(sample_ids, fields))
+
+        async def write() -> None:
+            await self._plane.put_samples(sample_ids, fields)
+
+        try:
+            await self._write("put_samples", write)
+        except DataPlaneError as exc:
+            logger.warning("%s; once more", exc)
+            await self._write("put_samples", write)
 
     async def clear(self, sample_ids: Iterable[SampleId]) -> None:
         """Remove rows that the index has already forgotten, and all suspects with them.
@@ -94,11 +113,18 @@ class Rows:
     async def get(
         self, sample_ids: Sequence[SampleId], select_fields: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Read columns of rows that the caller's groups own."""
-        return await settle(
+        """Read columns of rows that the caller's groups own.
+
+        Raises:
+            DataPlaneError: it came back without one of them, or of fewer rows.
+        """
+        columns = await settle(
             "data_plane.get_samples",
             self._deadline_s,
             lambda: self._plane.get_samples(sample_ids, select_fields),
+        )
+        return check_columns(
+            columns, "data_plane.get_samples", select_fields, len(sample_ids), DataPlaneError
         )
 
     async def _clear_suspects(self) -> None:

@@ -16,12 +16,16 @@ from typing import Any
 from sc_core.config import ControllerConfig, SamplerConfig
 from sc_core.errors import ConfigError, RestoreError
 from sc_core.ports import Sampler, SamplerView
-from sc_core.records import Group, Stamp
+from sc_core.records import Group, LedgerRecord, Stamp
 
 
 class _Stateless:
     name: str
     stamps_targets = False
+
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        """The one that is being filled."""
+        return view.weight_version
 
     def required_capacity(self, prompts_per_step: int) -> int:
         """A step holds the places of all its groups until it is finished."""
@@ -71,6 +75,9 @@ class InOrder(_Stateless):
     def may_abort(self, start_weight_version: int, weight_version: int) -> bool:
         return False
 
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        return record.target_step
+
 
 class WeightFifo(_Stateless):
     """First started, first trained: a slow group is waited for, and none is dropped as stale.
@@ -78,14 +85,18 @@ class WeightFifo(_Stateless):
     Admits while fewer groups are live than the next K+1 steps take, (K+1)·P if none is short.
     Trains the oldest start version there is, and goes on to the next once none of that version
     is in flight. All groups that are live when one starts, itself included, fit into K+1 steps
-    and none started later overtakes it, so it trains with a lag of at most K. A step that
-    becomes short later does so by a group that was among them.
+    and none started later overtakes it, so it trains with a lag of at most K.
     """
 
     name = "weight_fifo"
 
     def __init__(self, max_staleness_versions: int) -> None:
         self._steps_live = max_staleness_versions + 1
+
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        """The last that could have trained it: one before could be needed by groups before it."""
+        start = record.start_weight_version
+        return None if start is None else start + self._steps_live - 1
 
     def admit(self, view: SamplerView) -> Stamp | None:
         return Stamp() if view.live_count < view.groups_of_next(self._steps_live) else None

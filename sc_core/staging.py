@@ -127,6 +127,8 @@ class Staged:
             if self._disk.entries(self.path).get(DATA_PLANE) != "dir":
                 raise SaveError(f"{self.data_plane_dir} is missing: the data plane saved nothing")
             self._seal_directory(self.path, "", files)
+            if not any(name.startswith(f"{POLICY}/") for name in files):
+                raise SaveError(f"{self.policy_dir} is empty: the trainer saved nothing")
             manifest = msgspec.structs.replace(self._manifest, files=files)
             self._write(MANIFEST, seal_manifest(manifest, self._key))
             self._disk.sync(self.path / MANIFEST)

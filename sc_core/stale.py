@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import anyio
-import anyio.lowlevel
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
 from sc_core.barrier import CheckpointBarrier
@@ -73,7 +72,6 @@ class StaleAttempts:
             self._under_way.pop(start, None)
 
     async def _give_up(self, ordinal: int) -> None:
-        await anyio.lowlevel.checkpoint_if_cancelled()  # the run ends: the prompt is not at fault
         state, rl = self._state, self._config
         record = state.ledger.get(ordinal)
         assert record is not None and record.start_weight_version is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 
+from sc_core.calls import ended_from_outside, failed
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
@@ -113,8 +114,8 @@ class RunState:
         return record
 
     def _gone(self, record: LedgerRecord, reason: str, short_step: int | None = None) -> None:
-        ordinal = record.ordinal
         self.last_drops.append(reason)
+        ordinal = record.ordinal
         if ordinal in self.places:
             self.places.release(ordinal)
         self.close_gap()
@@ -136,9 +137,9 @@ class RunState:
 
     def skipped(self, ordinal: int, after: Failure, reason: str, *, shorten: bool) -> None:
         """Drop a prompt that used up its attempts; with `shorten` a step goes without it."""
-        step = None
-        if shorten:
-            step = self.ledger.step_to_shorten(ordinal, targeted=self.sampler.stamps_targets)
+        step, record = None, self.ledger.get(ordinal)
+        if shorten and record is not None:
+            step = self.ledger.can_shorten(self.sampler.step_of(self.ledger, record))
         kind = f"{after} failure" if step is None else f"{after} failure, step made shorter"
         self.dropped(ordinal, f"{kind}: {reason}", after=after, short_step=step)
 
@@ -230,6 +231,10 @@ class RunState:
 
     # the run --------------------------------------------------------------------------
 
+    def record(self, kind: EventKind, **fields: Any) -> None:
+        """Tell the event log of something that changes neither ledger nor places."""
+        self._append_many(kind, [fields])
+
     def engine_out(self, engine: str, reason: str) -> None:
         """An engine was put out of service."""
         logger.error("engine %s is out of service: %s", engine, reason)
@@ -298,7 +303,12 @@ class RunState:
             else:
                 self.events.append_many(kind, each)
         except Exception as exc:
-            self.log_failure = exc
+            self.log_failure = failed(f"appending {kind} to the event log", exc)
+            raise self.log_failure from exc
+        except BaseException as exc:  # of a cancel that no await was there for
+            call = f"appending {kind} to the event log"
+            self.log_failure = ended_from_outside(call)
+            exc.add_note(call)
             raise
 
     def require_log(self) -> None:

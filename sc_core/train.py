@@ -13,13 +13,14 @@ import anyio.lowlevel
 from sc_core.advantage import AdvantageStage
 from sc_core.barrier import CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY
-from sc_core.calls import settle
+from sc_core.calls import at_once, settle
 from sc_core.config import ControllerConfig
 from sc_core.errors import Conservation
 from sc_core.evaluation import Evaluator
 from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
+from sc_core.returned import check_mapping
 from sc_core.rows import Rows
 from sc_core.state import GROUPS_READY, RunState, Stopwatch
 from sc_core.weights import WeightUpdates
@@ -85,7 +86,7 @@ class TrainPump:
         self._dropped = self._dropped_so_far()
         reason: EndReason = "max_steps"
         if await self._evaluate():
-            self._metrics.write(self.last_metrics)
+            self._write_metrics()
         while ledger.step < self._config.grpo.max_num_steps:
             lap = Stopwatch()
             with lap("timing/train/total_step_time"):
@@ -102,11 +103,11 @@ class TrainPump:
             try:
                 await self._evaluate()
             finally:
-                self._metrics.write(self.last_metrics)
+                self._write_metrics()
             if self._save_is_due():
                 await self._save()
         if reason == "exhausted" and await self._evaluate(at_end=True):
-            self._metrics.write(self.last_metrics)
+            self._write_metrics()
         if self._evaluator is not None and self._evaluator.is_interrupted:
             reason = self._stopped()
         stopped = reason in ("stopped", MUST_SAVE_BY)
@@ -173,7 +174,7 @@ class TrainPump:
             finishing = True
             with lap("timing/train/policy_training"):
                 trained = await self._call(
-                    "finish_step", self._trainer.finish_step, then=lambda _: state.trained(groups)
+                    "finish_step", self._trainer.finish_step, then=lambda _: self._trained(groups)
                 )
         except BaseException:
             if not finishing:
@@ -181,6 +182,7 @@ class TrainPump:
             raise
         self._weights.version_moved()
         await self._clear(groups)
+        trained = check_mapping(trained, "trainer.finish_step", "the metrics of the step")
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
             await self._weights.update()
@@ -290,9 +292,21 @@ class TrainPump:
                 except Exception as exc:  # what led here says more, if it was an error
                     logger.error("step %d could not be abandoned: %s", step, exc)
 
+    def _trained(self, groups: Sequence[Group]) -> None:
+        try:
+            self._state.trained(groups)
+        except BaseException:  # the log's: nobody owns the rows any more
+            self._rows.suspects.update(row for group in groups for row in group.sample_ids)
+            raise
+
     async def _clear(self, groups: Sequence[Group]) -> None:
-        async with self._barrier.mutation("clear trained rows"):
-            await self._rows.clear(row for group in groups for row in group.sample_ids)
+        rows = [row for group in groups for row in group.sample_ids]
+        try:
+            async with self._barrier.mutation("clear trained rows"):
+                await self._rows.clear(rows)
+        except BaseException:  # also a cancel before it began
+            self._rows.suspects.update(rows)
+            raise
 
     async def _call(
         self,
@@ -392,6 +406,9 @@ class TrainPump:
         if self._window is not None:
             timings = self._window.timings
             self.last_metrics |= {f"timing/rollout_checkpoint/{k}": v for k, v in timings.items()}
+
+    def _write_metrics(self) -> None:
+        at_once("metrics.write", self._metrics.write, self.last_metrics)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -67,7 +67,7 @@ def waits_below(root: int | None, *, rollout_s: float) -> list[Wait]:
     return found
 
 
-def tree(waits: Sequence[Wait], at_most: int = 3) -> list[str]:
+def tree(waits: Sequence[Wait], at_most: int = 2) -> list[str]:
     """One line per task, indented below its parent; of many of a name the longest waiting ones."""
     lines: list[str] = []
     _grow(waits, 0, lines, at_most)
@@ -103,30 +103,37 @@ def _families(waits: Sequence[Wait]) -> list[Sequence[Wait]]:
 
 
 def _wait_of(task: anyio.TaskInfo, depth: int, now: float, rollout_s: float) -> Wait:
-    frames = _stack(task.coro)
-    ours = [number for number, frame in enumerate(frames) if _is_ours(frame)]
     name = (task.name or "task").rpartition(".")[2]
     if _runs(task.coro):
         return Wait(task=name, depth=depth, what="nothing: it writes this report")
-    if not ours:
-        return Wait(task=name, depth=depth, what="its first step")
-    beyond = frames[ours[-1] + 1] if ours[-1] + 1 < len(frames) else None
-    group_id: str | None = None
+    frames = _stack(task.coro)
     found: dict[str, Any] | None = None
-    for number in reversed(ours):  # from the inside out: the first that says something counts
-        here = frames[number].f_locals
+    innermost: FrameType | None = None  # of ours
+    place: FrameType | None = None
+    group_id: str | None = None
+    port = ""
+    for number in reversed(range(len(frames))):  # the first that says something counts
+        frame, module = frames[number], _module(frames[number])
+        if not _is_ours(module):
+            continue
+        if innermost is None:
+            innermost = frame
+            beyond = frames[number + 1] if number + 1 < len(frames) else None
+            if beyond is not None and beyond.f_code.co_qualname == "TaskGroup.__aexit__":
+                found = {"kind": "tasks", "what": "its tasks"}
+            elif beyond is not None and not _module(beyond).startswith(_LIBRARIES):
+                port = f" > {_place(beyond)}"
+        if place is None and module not in _OWN_WORDS:
+            place = frame
+        here = frame.f_locals
         group_id = group_id or _group_of(here)
-        if found is None:
-            found = _described(frames[number], here, now, rollout_s)
-    if found is None or found["kind"] == "other":
-        if beyond is not None and beyond.f_code.co_qualname == "TaskGroup.__aexit__":
-            found = {"kind": "tasks", "what": "its tasks"}
-        elif found is None:
-            found = {"what": frames[ours[-1]].f_code.co_qualname}
-    places = [n for n in ours if _module(frames[n]) not in _OWN_WORDS] or ours
-    where = _place(frames[places[-1]])
-    if beyond is not None and not _module(beyond).startswith(_LIBRARIES):
-        where += f" > {_place(beyond)}"
+        found = found or _described(frame, here, now, rollout_s)
+        if found is not None and group_id is not None and place is not None:
+            break
+    if innermost is None:
+        return Wait(task=name, depth=depth, what="its first step")
+    found = found or {"what": innermost.f_code.co_name}
+    where = _place(place or innermost) + port
     return Wait(task=name, depth=depth, where=where, group_id=group_id, **found)
 
 
@@ -194,8 +201,7 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "?"))
 
 
-def _is_ours(frame: FrameType) -> bool:
-    module = _module(frame)
+def _is_ours(module: str) -> bool:
     return module.startswith("sc_core.") and not module.startswith("sc_core.testing")
 
 

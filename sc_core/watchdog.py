@@ -26,6 +26,7 @@ class Watchdog:
         self._stall_timeout_s = stall_timeout_s
         self._stop_grace_s = stop_grace_s
         self._quiet_since: float | None = None  #: the last progress; None: nobody watched yet
+        self._ending = anyio.Event()  #: the tasks of the run were told to end
 
     @property
     def quiet_s(self) -> float:
@@ -48,15 +49,18 @@ class Watchdog:
             StallError: nothing of that kind for `stall_timeout_s`; its message is the report.
         """
         state = self._state
-        while True:
-            seen, self._quiet_since = state.progress, anyio.current_time()
-            self._reporter.progress_seen()
-            with anyio.move_on_after(self._stall_timeout_s):
-                await state.wait_until(_moved_past(seen), "progress")
-                continue
-            report = self._told(f"no progress for {seconds(self._stall_timeout_s)}")
-            logger.error("%s", report)  # now: calls under way may take their time to end
-            raise StallError(report)
+        try:
+            while True:
+                seen, self._quiet_since = state.progress, anyio.current_time()
+                self._reporter.progress_seen()
+                with anyio.move_on_after(self._stall_timeout_s):
+                    await state.wait_until(_moved_past(seen), "progress")
+                    continue
+                report = self._told(f"no progress for {seconds(self._stall_timeout_s)}")
+                logger.error("%s", report)  # now: calls under way may take their time to end
+                raise StallError(report)
+        finally:
+            self._ending.set()
 
     async def see_stop_through(self, reserve_s: Callable[[], float]) -> None:
         """Wait for a stop request, then for the run to end.
@@ -74,6 +78,18 @@ class Watchdog:
         )
         logger.error("%s", report)
         raise StopTimeout(report)
+
+    async def see_end_through(self, deadline_s: float) -> None:
+        """Say in the log which task is still there `deadline_s` after all were told to end.
+
+        It ignores its cancel, and nothing but the end of the process can end it.
+        """
+        await self._ending.wait()
+        await anyio.sleep(deadline_s)
+        told = (
+            f"the run has not ended within {seconds(deadline_s)}, although every task was told to"
+        )
+        logger.critical("%s", self._told(told))
 
     def _told(self, what: str) -> str:
         try:

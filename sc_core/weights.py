@@ -15,8 +15,15 @@ import anyio
 
 from sc_core.calls import settle
 from sc_core.config import AsyncRlConfig
-from sc_core.errors import CallTimeout, EnginesFailed, WeightSyncError, WorkerDied
+from sc_core.errors import (
+    CallFailed,
+    CallTimeout,
+    EnginesFailed,
+    WeightSyncError,
+    WorkerDied,
+)
 from sc_core.ports import EngineFleet, WeightSync
+from sc_core.returned import check_mapping
 from sc_core.state import DRAINED, GATE_OPEN, RunState
 from sc_core.watched import Watched
 
@@ -135,7 +142,11 @@ class WeightUpdates:
         raise CallTimeout(call, self._drain_s)
 
     async def _transfer(self, version: int) -> Mapping[str, int]:
-        confirmed = await self._sync.transfer(version)
+        confirmed = check_mapping(
+            await self._sync.transfer(version),
+            "weight_sync.transfer",
+            "the version that each engine confirmed",
+        )
         if not confirmed:
             raise WeightSyncError(f"weight version {version} was confirmed by no engine")
         wrong = {e: f"it has version {at}" for e, at in confirmed.items() if at != version}
@@ -152,12 +163,14 @@ class WeightUpdates:
             except (TimeoutError, WorkerDied):  # what it did is unknown; nobody is left
                 raise
             except Exception as exc:
+                if isinstance(exc, CallFailed) and isinstance(exc.__cause__, TimeoutError):
+                    raise
                 attempts_left -= 1
                 if attempts_left <= 0:
                     if not isinstance(exc, EnginesFailed):
-                        raise WeightSyncError(
-                            f"weight_sync.{name} failed: {type(exc).__name__}: {exc}"
-                        ) from exc
+                        if isinstance(exc, WeightSyncError):
+                            raise
+                        raise WeightSyncError(str(exc)) from exc
                     if not self._go_on_without(exc.failures):
                         raise
                 logger.warning("weight_sync.%s is repeated: %s", name, exc)

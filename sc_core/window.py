@@ -20,6 +20,7 @@ from sc_core.errors import InventoryMismatch, root_cause
 from sc_core.finaliser import BundleFinaliser, Job
 from sc_core.ports import DataPlane, Runner, Trainer
 from sc_core.records import Cut, SampleId, rows_of
+from sc_core.returned import check_rows
 from sc_core.state import Stopwatch
 
 
@@ -88,26 +89,31 @@ class CheckpointWindow:
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
         cut, (groups, records) = self._take_cut()
-        digest = await self._runner(
-            partial(cut_digest, cut, groups_digest=groups, records_digest=records)
+        hashing = partial(cut_digest, cut, groups_digest=groups, records_digest=records)
+        digest = await settle(
+            "hashing the cut", self._deadlines.disk_s, lambda: self._runner(hashing)
         )
-        listed = await settle(
-            "data_plane.list_sample_ids",
-            self._deadlines.data_plane_s,
-            self._plane.list_sample_ids,
+        call = "data_plane.list_sample_ids"
+        listed = check_rows(
+            await settle(call, self._deadlines.data_plane_s, self._plane.list_sample_ids), call
         )
         checked = False
 
         async def check() -> None:
             nonlocal checked
-            await self._runner(check_inventory, cut, listed)
+            await settle(
+                "the check of the rows",
+                self._deadlines.disk_s,
+                lambda: self._runner(check_inventory, cut, listed),
+            )
             checked = True
 
         try:
             async with anyio.create_task_group() as tg:  # nothing changes: both look at the same
                 tg.start_soon(in_tree, check, name="check of the rows")
                 with lap("tq_save_seconds"):
-                    await settle(
+                    await in_tree(
+                        settle,
                         "data_plane.save_checkpoint",
                         self._deadlines.snapshot_s,
                         lambda: self._plane.save_checkpoint(

@@ -25,6 +25,7 @@ import msgspec
 from sc_core import (
     ConfigError,
     ScError,
+    WorkerDied,
     candidates,
     verify,
 )
@@ -41,6 +42,7 @@ from sc_ray.run_directory import (
 
 DONE, FAILED, WRONG_USAGE, STOPPED = 0, 1, 2, 3
 _LOOK_EVERY_S = 0.1
+_CONTROLLER = "the controller"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -136,41 +138,29 @@ def _out(options: argparse.Namespace) -> Path:
 def _run(
     signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
 ) -> tuple[str, int]:
-    import anyio
-    from ray.exceptions import RayActorError
-
-    from sc_ray.failures import ControllerFailed
     from sc_ray.progress import Console, learning_curve
-    from sc_ray.setup import Prepared, setup_single_controller, start_actor
-    from sc_ray.supervise import supervise
-    from sc_ray.transfer_queue import processes_of
-    from sc_ray.workers import died
+    from sc_ray.setup import Prepared
 
     console = Console(sys.stdout)
     resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
     if isinstance(resume, Path) and not resume.is_dir():
         raise ConfigError(f"--resume: there is no checkpoint {resume}; auto takes the newest")
     prepared = Prepared.of(config)
-    with ExitStack() as on_exit:
-        log = on_exit.enter_context((run.path / LOGS / "driver.log").open("a"))
-        on_exit.enter_context(redirect_stdout(log))  # Ray reports deaths on it, at length
-        args = setup_single_controller(
-            config, run.path, resume, on_exit=on_exit, prepared=prepared, say=console.say
-        )
-        actor = start_actor(args, on_exit)
-        max_steps = config.grpo.max_num_steps
+    most = config.cluster.max_controller_restarts
+    for restart in range(1, most + 2):
         try:
-            store = processes_of(args.rows)
-            result = anyio.run(
-                lambda: supervise(actor, run, console, signals, max_steps=max_steps, vital=store)
+            result = _live(signals, config, run, console, prepared, resume)
+            break
+        except WorkerDied as death:
+            signals.unsteer()
+            if restart > most or signals.stopped_by is not None or not _may_restart(death):
+                raise
+            console.say(
+                f"{death}; going on from the newest checkpoint, restart {restart} of {most}"
             )
-        except ControllerFailed as exc:
-            more = run.path / LOGS / "failure.txt"
-            more.write_text(exc.traceback_text)
-            wrong_usage = exc.type_name == "ConfigError"
-            raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {more})") from exc
-        except RayActorError as exc:
-            raise died("the controller", exc) from exc
+            run.report("starting")
+            resume = "auto"
+    max_steps = config.grpo.max_num_steps
     bundle = f"step_{result.step}"
     has_bundle = bundle in published(run.path)
     newest = f"; {run.path / CHECKPOINTS / bundle}" if has_bundle else ""
@@ -183,6 +173,51 @@ def _run(
     why = "" if result.reason == "max_steps" else ", out of prompts"
     console.say(f"done: {reached}{why}; {curve}{newest}")
     return "done", DONE
+
+
+def _live(
+    signals: Any, config: Any, run: RunDirectory, console: Any, prepared: Any, resume: Any
+) -> Any:
+    """One life of the controller, from Ray's start to the end of all that was started.
+
+    Raises:
+        ConfigError, ScError: it failed; what more is known is in `logs/failure.txt`.
+        WorkerDied: a process is gone, of the controller or of another part.
+    """
+    import anyio
+    from ray.exceptions import RayActorError
+
+    from sc_ray.failures import ControllerFailed
+    from sc_ray.setup import setup_single_controller, start_actor
+    from sc_ray.supervise import supervise
+    from sc_ray.transfer_queue import processes_of
+    from sc_ray.workers import died
+
+    with ExitStack() as on_exit:
+        log = on_exit.enter_context((run.path / LOGS / "driver.log").open("a"))
+        on_exit.enter_context(redirect_stdout(log))  # Ray reports deaths on it, at length
+        args = setup_single_controller(
+            config, run.path, resume, on_exit=on_exit, prepared=prepared, say=console.say
+        )
+        actor = start_actor(args, on_exit)
+        steps, store = config.grpo.max_num_steps, processes_of(args.rows)
+        try:
+            return anyio.run(
+                lambda: supervise(actor, run, console, signals, max_steps=steps, vital=store)
+            )
+        except ControllerFailed as exc:
+            more = run.path / LOGS / "failure.txt"
+            more.write_text(exc.traceback_text)
+            wrong_usage = exc.type_name == "ConfigError"
+            raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {more})") from exc
+        except RayActorError as exc:
+            raise died(_CONTROLLER, exc) from exc
+
+
+def _may_restart(death: WorkerDied) -> bool:
+    """Whether it was the controller's process that died, and not by an error of its own start."""
+    started = not getattr(death.__cause__, "actor_init_failed", False)
+    return death.worker == _CONTROLLER and started
 
 
 def _without_phase(path: Path) -> dict[str, Any]:
@@ -252,6 +287,7 @@ def _status(options: argparse.Namespace) -> int:
         raise NotRunning(str(path))
     if pid is None and told.get("phase") in ("starting", "running", "stopping"):
         told["phase"] = "killed"
+    told["bundles"] = list(published(path))
     if options.json:
         print(msgspec.json.encode(told).decode())
         return DONE
@@ -263,7 +299,7 @@ def _status(options: argparse.Namespace) -> int:
     for line in (
         step_line(told, told.get("max_steps", 0)),
         f"conservation: {told['audit']}" if "audit" in told else "",
-        f"checkpoints: {', '.join(told.get('bundles') or ['none'])}",
+        f"checkpoints: {', '.join(told['bundles']) or 'none'}",
         f"error: {told['error']}" if "error" in told else "",
     ):
         if line:

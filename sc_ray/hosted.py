@@ -29,7 +29,7 @@ class Controller(Protocol):
     """What a `SingleController` offers to whoever steers it."""
 
     async def run(self) -> RunResult: ...
-    def stop(self, reason: str = "stopped") -> None: ...
+    def stop(self, reason: str = "stopped", *, checkpoint: bool = True) -> None: ...
     def request_checkpoint(self) -> None: ...
     def statistics(self) -> ControllerStatistics: ...
     def audit(self) -> None: ...
@@ -72,9 +72,10 @@ class HostedController:
         return self._ended
 
     def start(self) -> None:
-        """Start the thread. Once only."""
-        self._ended.set_running_or_notify_cancel()
-        self._thread.start()
+        """Start the thread, unless it was started before. Call it from one thread."""
+        if self._thread.ident is None:
+            self._ended.set_running_or_notify_cancel()
+            self._thread.start()
 
     def call(self, work: Callable[[Controller], R]) -> concurrent.futures.Future[R]:
         """Have `work` called with the controller on its own loop, between two of its steps.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sc_core import (
@@ -19,7 +20,7 @@ from sc_core import (
     verify,
 )
 from sc_ray.kills import kill_tree
-from sc_ray.run_directory import CHECKPOINTS, EVENTS, last_report
+from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, last_report
 
 _LOOK_EVERY_S = 0.005
 
@@ -78,7 +79,7 @@ class Life:
         """The steps that it has behind it; None: its controller does not run yet."""
         told = last_report(self.run)
         ours = told.get("pid") == self.pid and told.get("state") == "running"
-        return int(told.get("step", 0)) if ours else None
+        return int(told["step"]) if ours and "step" in told else None
 
     @property
     def last_line(self) -> str:
@@ -170,4 +171,21 @@ def what_is_wrong(run: Path) -> list[str]:
         report = audit_run(run, key=key)
         if not report.ok:
             found.append(str(report))
+    return found
+
+
+def left_behind(run: Path) -> list[str]:
+    """Files in memory, and processes of Ray, that outlived the last start of `run` on this node."""
+    from sc_ray.setup import run_id  # torch comes with it
+
+    found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"*{run_id(run)}*")]
+    link = run / LOGS / "ray"
+    if not link.is_symlink():
+        return found
+    session = link.readlink().parent.name
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or is another user's
+            command = (process / "cmdline").read_text()
+            if session in command or session in (process / "environ").read_text():
+                found.append(f"pid {process.name}: {command.replace(chr(0), ' ')[:100]}")
     return found

@@ -85,6 +85,14 @@ class ClusterConfig(_Settings, frozen=True):
     """Of the Ray that the run starts. Logical: each process takes one, whatever the machine has."""
     storage_units: int = 2  #: processes that hold the rows; can't change between restarts
     address: str | None = None  #: of a running Ray to use instead of starting one; `auto` finds it
+    spread_generation: bool = False
+    """Whether generation workers go to any node of the cluster, not only to the driver's. There
+    they get weights through Ray's object store, which needs room for them; this code, the reward
+    and `policy.model.pretrained` must be there by the same paths."""
+    start_deadline_s: float = 600.0  #: of all workers together, until they are up
+    max_controller_restarts: int = 0
+    """How often a start that lost its controller's process ends what is left, restores and goes
+    on from the newest bundle by itself. A run that failed by an error is not started again."""
 
 
 class TrainConfig(_Settings, frozen=True):
@@ -116,6 +124,15 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
+        if self.cluster.max_controller_restarts < 0:
+            raise ConfigError(
+                f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"
+                " must be at least 0"
+            )
+        if not self.cluster.start_deadline_s > 0:
+            raise ConfigError(
+                f"cluster.start_deadline_s is {self.cluster.start_deadline_s}; it must be above 0"
+            )
         if self.task.held_out < 0:
             raise ConfigError(f"task.held_out is {self.task.held_out}; it must be at least 0")
         mine = self.task.jsonl is None and self.task.held_out

@@ -22,6 +22,7 @@ import ray
 
 from sc_core import (
     BundleStore,
+    CallTimeout,
     ConfigError,
     DataPlane,
     JsonlEventLog,
@@ -40,9 +41,11 @@ from sc_core import (
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor, GenerationSpec
 from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.parcels import Parcels
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
@@ -98,6 +101,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     trainer: Any  #: handle of a `TrainerActor`
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
+    far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
 
     @property
     def event_loop(self) -> EventLoop:
@@ -120,21 +124,34 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             store = open_store(run_dir)
             await runner(store.open)
             opened.callback(store.close)
-            ready = await self.sent.receive(store, runner=runner)
+            ready = await self.sent.receive(
+                store, runner=runner, deadlines=config.controller.async_rl.deadlines
+            )
             events = await runner(JsonlEventLog, run_dir / EVENTS)
             opened.callback(events.close)
             metrics = JsonlMetrics(run_dir / METRICS)
             opened.callback(metrics.close)
             trainer = RayTrainer(self.trainer)
-            engines = [RayEngine(actor, name=name) for name, actor in self.generation.items()]
-            sync = FileWeightSync(trainer, engines, run_id=run_id(run_dir))
+            parcels = Parcels()
+            engines = [
+                RayEngine(actor, name=name, parcels=parcels if name in self.far else None)
+                for name, actor in self.generation.items()
+            ]
+            sync = FileWeightSync(
+                trainer,
+                engines,
+                run_id=run_id(run_dir),
+                engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
+            )
             opened.callback(sync.close)
+            rollouts = RayRollouts(engines)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
-                worker=RayRollouts(engines),
+                worker=rollouts,
                 trainer=trainer,
                 weight_sync=sync,
+                fleet=RayFleet(sync, rollouts),
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
@@ -168,6 +185,7 @@ def setup_single_controller(
         RunInUse: another process writes to `run_dir`.
         RestoreError: no bundle can be used, or the settings can't go on from it.
         WorkerDied: a worker could not start.
+        CallTimeout: one was not up by `cluster.start_deadline_s`.
     """
     prepared = prepared or Prepared.of(config)
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
@@ -208,7 +226,7 @@ def setup_single_controller(
             if bundle is None
             else f"resuming from {bundle.path}, step {bundle.step} of {config.grpo.max_num_steps}"
         )
-        anyio.run(_until_up, RayTrainer(trainer), generation)
+        far = anyio.run(_until_up, RayTrainer(trainer), generation, config.cluster.start_deadline_s)
     return SingleControllerActorArgs(
         config=config,
         run_dir=run_dir,
@@ -217,6 +235,7 @@ def setup_single_controller(
         task=prepared.task,
         trainer=trainer,
         generation=generation,
+        far=far,
     )
 
 
@@ -330,7 +349,8 @@ def _start_generation(
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
-        actors[name] = GenerationActor.options(scheduling_strategy=this_node()).remote(spec, name)
+        where = "SPREAD" if config.cluster.spread_generation else this_node()
+        actors[name] = GenerationActor.options(scheduling_strategy=where).remote(spec, name)
         on_exit.callback(kill, actors[name])
     return actors
 
@@ -356,7 +376,19 @@ def _start_trainer(
     return actor
 
 
-async def _until_up(trainer: RayTrainer, generation: Mapping[str, Any]) -> None:
-    await trainer.ping()
-    for name, actor in generation.items():
-        await RayEngine(actor, name=name).ping()
+async def _until_up(
+    trainer: RayTrainer, generation: Mapping[str, Any], deadline_s: float
+) -> frozenset[str]:
+    """Wait for every worker; returns the names of those that are on another node."""
+    here = ray.get_runtime_context().get_node_id()
+    far: set[str] = set()
+    waits_for = trainer.name
+    with anyio.move_on_after(deadline_s) as deadline:
+        await trainer.ping()
+        for name, actor in generation.items():
+            waits_for = name
+            if await RayEngine(actor, name=name).node_id() != here:
+                far.add(name)
+    if deadline.cancelled_caught:
+        raise CallTimeout(f"starting {waits_for}", deadline_s)
+    return frozenset(far)

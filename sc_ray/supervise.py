@@ -19,7 +19,7 @@ from sc_core import (
 )
 from sc_ray.bridge import await_ref
 from sc_ray.progress import Console, step_line
-from sc_ray.run_directory import CHECKPOINTS, RunDirectory, published
+from sc_ray.run_directory import CHECKPOINTS, LOGS, RunDirectory, published
 from sc_ray.workers import answer
 
 _LOOK_EVERY_S = 0.5
@@ -65,6 +65,10 @@ class Signals:
     def steer(self, on_stop: Callable[[str], None], on_save: Callable[[], None]) -> None:
         """Whom to tell from now on. Both are called between two steps of the main thread."""
         self._on_stop, self._on_save = on_stop, on_save
+
+    def unsteer(self) -> None:
+        """There is nobody to tell any more: from now on the first signal raises again."""
+        self._on_stop, self._on_save = None, lambda: None
 
     def _end(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -154,6 +158,7 @@ class _View:
         self._signals = signals
         self._max_steps = max_steps
         self._bundles = published(run.path)
+        self._warnings = 0  #: of the controller that were shown
 
     async def keep_up(self) -> None:
         while True:
@@ -161,11 +166,14 @@ class _View:
             await anyio.sleep(_LOOK_EVERY_S)
 
     async def look(self) -> None:
-        status = await _answered(self._actor.status.remote()) or {}
+        self.show(await _answered(self._actor.status.remote()) or {})
+
+    def show(self, status: Mapping[str, Any]) -> None:
         bundles = published(self._run.path)
         line = step_line(status, self._max_steps)
         if line:
-            self._console.state(status["step"], line)
+            self._console.state(status["last_metrics"]["step"], line)
+        self._warn(status)
         for name, identity in reversed(bundles.items()):
             if self._bundles.get(name) != identity:
                 self._console.say(f"saved {self._run.path / CHECKPOINTS / name}")
@@ -173,6 +181,17 @@ class _View:
         phase = "running" if self._signals.stopped_by is None else "stopping"
         told = {"max_steps": self._max_steps, "bundles": list(bundles)}
         self._run.report(phase, {**told, **status})
+
+    def _warn(self, status: Mapping[str, Any]) -> None:
+        """Show what the controller's log has of warnings and errors since the last look."""
+        count = status.get("warnings", 0)
+        new, self._warnings = count - self._warnings, count
+        last = status.get("last_warnings", ())
+        for text in last[max(0, len(last) - new) :] if new > 0 else ():
+            self._console.say(f"warning: {text}")
+        if new > len(last):
+            log = self._run.path / LOGS / "controller.log"
+            self._console.say(f"warning: {new - len(last)} more before these are in {log}")
 
 
 async def _answered(ref: Any) -> Any:

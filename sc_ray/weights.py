@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import logging
+import math
 import os
 import re
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +20,15 @@ from typing import Protocol, TypeVar
 import anyio
 
 from sc_core import (
+    CallCancelled,
+    CallTimeout,
     ConfigError,
+    EnginesFailed,
     WeightSyncError,
     WorkerDied,
     in_thread,
 )
+from sc_ray.bridge import await_future
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -51,9 +58,13 @@ class FileWeightSync:
     the directory for temporary files. It is removed by `close`; if the process dies first, by
     the next run of the same `run_id` on the node.
 
+    Engines may join and leave at any time, from any thread or event loop.
+
     Args:
         run_id: letters, digits, `-` and `_`.
         parent: where to make the directory instead.
+        engine_s: how long one engine may take for one call before it counts as failed; None:
+            for ever, so that whoever calls this has to give up on all of them.
 
     Raises:
         ConfigError: the run's id is not fit for a file name, or there are no engines.
@@ -66,18 +77,24 @@ class FileWeightSync:
         *,
         run_id: str,
         parent: Path | None = None,
+        engine_s: float | None = None,
     ) -> None:
         if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
             raise ConfigError(f"run id {run_id!r} has more than letters, digits, - and _")
         if not engines:
             raise ConfigError("weights need at least one engine to go to")
         self._trainer = trainer
+        self._engine_s = engine_s
+        self._lock = threading.Lock()  #: over what follows; never held over an await
         self._engines = tuple(engines)
+        self._version: int | None = None  #: of the last transfer
+        self._sync_over: concurrent.futures.Future[None] | None = None  #: while one is under way
+        self._closed = False
         self._run_id = run_id
         parent = parent or _memory()
         remove_leftovers(run_id, parent=parent)
         self.directory = Path(tempfile.mkdtemp(prefix=_prefix(run_id), dir=parent))
-        self._lock = _lock(self.directory)  # tells other runs that this one lives
+        self._file_lock = _lock(self.directory)  # tells other runs that this one lives
 
     def __enter__(self) -> FileWeightSync:
         return self
@@ -90,22 +107,84 @@ class FileWeightSync:
     ) -> None:
         self.close()
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Names of those that take part in syncs."""
+        return tuple(engine.name for engine in self._engines)
+
+    async def join(self, engine: Engine, *, within_s: float) -> None:
+        """Let an engine take part in syncs, as soon as it has the weights of the last one.
+
+        A sync under way is waited for. Before the first one there are no weights to give.
+
+        Raises:
+            ConfigError: there is an engine of that name.
+            CallTimeout: it did not come to that; the engine takes no part.
+            WeightSyncError: it did not confirm the weights, or there will be no more syncs.
+            WorkerDied: the engine's process is gone.
+        """
+        with anyio.move_on_after(within_s):
+            while True:
+                with self._lock:
+                    if self._closed:
+                        raise WeightSyncError(f"{engine.name} can't join: the run is over")
+                    if engine.name in self.engines:
+                        raise ConfigError(f"there is an engine {engine.name} already")
+                    version, over = self._version, self._sync_over
+                    if over is None and version is None:
+                        self._engines += (engine,)
+                        return
+                if over is not None:
+                    await await_future(over)
+                    continue
+                assert version is not None
+                failure: Exception | None = None
+                try:
+                    loaded = await engine.load_weights(self._path(version), version)
+                    problem = f"it has version {loaded}" if loaded != version else ""
+                except WorkerDied:
+                    raise
+                except Exception as exc:  # the file may have gone meanwhile
+                    failure, problem = exc, str(exc)
+                with self._lock:
+                    if self._version != version or self._sync_over is not None:
+                        continue  # there are newer weights, or will be soon
+                    if problem:
+                        raise WeightSyncError(
+                            f"{engine.name} can't join: it did not confirm version {version}:"
+                            f" {problem}"
+                        ) from failure
+                    if engine.name not in self.engines and not self._closed:
+                        self._engines += (engine,)
+                        return
+        raise CallTimeout(f"join of engine {engine.name}", within_s)
+
+    def leave(self, name: str) -> int:
+        """Leave an engine out from now on; returns how many are left."""
+        with self._lock:
+            self._engines = tuple(each for each in self._engines if each.name != name)
+            return len(self._engines)
+
     async def pause(self) -> None:
         """Every engine that lives holds its requests, or this raises; some may then be paused."""
+        self._sync_begins()
         await self._each("pause", lambda engine: engine.pause())
 
     async def transfer(self, version: int) -> Mapping[str, int]:
         """Have the trainer write its weights and every engine that lives load them.
 
         Raises:
-            WeightSyncError: some engine failed; the others have loaded. The message names it.
+            EnginesFailed: these engines failed; the others have loaded.
             WorkerDied: no engine is left.
         """
-        path = self.directory / f"{self._run_id}-v{version}.safetensors"
+        self._sync_begins()
+        path = self._path(version)
         await self._trainer.export_weights(path)
         confirmed = await self._each(
             f"load of version {version}", lambda engine: engine.load_weights(path, version)
         )
+        with self._lock:
+            self._version = version
         if all(at == version for at in confirmed.values()):
             await in_thread(self._keep_only, path)
         return confirmed
@@ -113,45 +192,69 @@ class FileWeightSync:
     async def resume(self) -> None:
         """Every engine that lives goes on, also when another one fails to; then this raises."""
         await self._each("resume", lambda engine: engine.resume())
+        self._sync_ends()
 
     def close(self) -> None:
-        """Remove the files. Blocks; may be called again."""
+        """Remove the files. Blocks; may be called again. Who waits to join learns of it."""
+        self._closed = True
+        self._sync_ends()
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._file_lock is not None:
+            os.close(self._file_lock)
+            self._file_lock = None
+
+    def _path(self, version: int) -> Path:
+        return self.directory / f"{self._run_id}-v{version}.safetensors"
+
+    def _sync_begins(self) -> None:
+        with self._lock:
+            if self._sync_over is None:
+                self._sync_over = concurrent.futures.Future()
+
+    def _sync_ends(self) -> None:
+        with self._lock:
+            over, self._sync_over = self._sync_over, None
+        if over is not None:
+            over.set_result(None)
 
     async def _each(self, what: str, work: Callable[[Engine], Awaitable[R]]) -> dict[str, R]:
         """Call all engines at once; one that fails doesn't stop the others.
 
         One that died is left out from now on, as it is by whoever sends it requests.
         """
+        engines = self._engines
         results: dict[str, R] = {}
         failures: dict[str, Exception] = {}
         deaths: dict[str, WorkerDied] = {}
 
         async def one(engine: Engine) -> None:
+            deadline_s = math.inf if self._engine_s is None else self._engine_s
             try:
-                results[engine.name] = await work(engine)
+                with anyio.move_on_after(deadline_s):
+                    results[engine.name] = await work(engine)
+                    return
+                failures[engine.name] = CallTimeout(what, deadline_s)
             except WorkerDied as exc:
                 deaths[engine.name] = exc
             except Exception as exc:  # raised below, with the others
                 failures[engine.name] = exc
 
         async with anyio.create_task_group() as tg:
-            for engine in self._engines:
+            for engine in engines:
                 tg.start_soon(one, engine)
+        for name in {each.name for each in engines} - {*results, *failures, *deaths}:
+            failures[name] = CallCancelled(f"{what} was cancelled by something outside this run")
         if deaths:
-            self._engines = tuple(each for each in self._engines if each.name not in deaths)
+            with self._lock:
+                self._engines = tuple(each for each in self._engines if each.name not in deaths)
             told = "; ".join(str(deaths[name]) for name in sorted(deaths))
             if not self._engines:
                 raise WorkerDied("every engine that was left", told)
             logger.warning("weights no longer go to those that died: %s", told)
         if failures:
-            reasons = (f"{name}: {failures[name]}" for name in sorted(failures))
             cause = failures[min(failures)]
-            raise WeightSyncError(f"{what} failed on {'; '.join(reasons)}") from cause
-        return {engine.name: results[engine.name] for engine in self._engines}
+            raise EnginesFailed(what, {name: str(exc) for name, exc in failures.items()}) from cause
+        return {engine.name: results[engine.name] for engine in engines if engine.name in results}
 
     def _keep_only(self, path: Path) -> None:
         for old in self.directory.glob("*.safetensors"):

@@ -10,6 +10,19 @@ import trio
 from trio.testing import MockClock
 from virtual_clock import VirtualClockLoop
 
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many cells the fault matrix had."""
+    cells = sum(
+        value
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        for name, value in report.user_properties
+        if name == "cells" and report.when == "call"
+    )
+    if cells:
+        terminalreporter.write_line(f"fault matrix: {cells:,} cells")
+
+
 _EAGER = ["asyncio-eager"] if hasattr(asyncio, "eager_task_factory") else []
 
 

@@ -10,7 +10,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from sc_core.calls import in_thread, inline, settle
-from sc_core.errors import CallTimeout
+from sc_core.errors import CallFailed, CallTimeout, SaveError
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def test_the_deadline_names_the_call() -> None:
         await settle("data_plane.put", 3, anyio.sleep_forever)
 
 
-async def test_an_error_of_the_call_or_of_what_follows_it_arrives_bare() -> None:
+async def test_an_error_gets_the_name_of_the_call_unless_it_has_one_or_comes_after_it() -> None:
     async def broken() -> None:
         await checkpoint()
         raise LookupError("no such row")
@@ -46,8 +46,15 @@ async def test_an_error_of_the_call_or_of_what_follows_it_arrives_bare() -> None
     def refuse(_: None) -> None:
         raise ValueError("refused")
 
-    with pytest.raises(LookupError, match="no such row"):
+    async def refused() -> None:
+        await checkpoint()
+        raise SaveError("the disk is full")
+
+    with pytest.raises(CallFailed, match=r"^call failed: LookupError: no such row") as caught:
         await settle("call", 3, broken)
+    assert isinstance(caught.value.__cause__, LookupError)
+    with pytest.raises(SaveError, match="the disk is full"):
+        await settle("call", 3, refused)
     with pytest.raises(ValueError, match="refused"):
         await settle("call", 3, checkpoint, then=refuse)
 
@@ -57,9 +64,8 @@ async def test_a_timeout_of_the_work_itself_is_not_taken_for_the_deadline() -> N
         await checkpoint()
         raise TimeoutError("of the socket")
 
-    with pytest.raises(TimeoutError, match="of the socket") as caught:
+    with pytest.raises(CallFailed, match="call failed: TimeoutError: of the socket"):
         await settle("call", 3, work)
-    assert not isinstance(caught.value, CallTimeout)
 
 
 async def test_inline_runs_where_it_is_called() -> None:

@@ -15,6 +15,7 @@ from sc_core.audit import audit
 from sc_core.bundle import BundleStore
 from sc_core.config import ControllerConfig, decode
 from sc_core.errors import (
+    CallFailed,
     CallTimeout,
     ConfigChanged,
     PromptDropped,
@@ -376,7 +377,7 @@ async def test_an_error_in_an_open_step_gives_its_groups_back_whole(call: str) -
 
     setattr(run.trainer, call, broken)
     run.trainer.abandon_step = abandon  # type: ignore[method-assign]
-    with pytest.raises(MemoryError, match="out of memory"):
+    with pytest.raises(CallFailed, match=rf"^trainer\.{call} failed: MemoryError: out of memory"):
         await run.run()
     assert run.controller is not None
     assert run.controller.statistics().selected == 0

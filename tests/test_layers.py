@@ -13,7 +13,7 @@ ROOT = Path(sc_core.__file__).parent
 LAYERS = [
     {"errors"},
     {"records", "config"},
-    {"ports", "disk", "calls"},
+    {"ports", "disk", "calls", "returned"},
     {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
     {"counts", "books"},
     {"cut"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"conservation"},
     {"ledger"},
     {"samplers"},
-    {"state", "rows", "bundle", "verify", "returned", "waits"},
+    {"state", "rows", "bundle", "verify", "waits"},
     {"retention", "advantage", "weights", "causes", "budget", "attempt", "audit"},
     {"finaliser", "rollout", "stale", "report", "evaluation"},
     {"window", "watchdog"},

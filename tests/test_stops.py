@@ -260,3 +260,22 @@ async def test_a_hung_call_ends_a_stop_by_its_own_deadline_if_that_comes_first()
     stop = when(run, "trained", 3, lambda: started(run).stop("SIGTERM"))
     with pytest.raises(CallTimeout, match=r"trainer\.save did not return within 20 s"):
         await run.run(crash_when=stop)
+
+
+async def test_a_task_that_ignores_its_cancel_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def stubborn(prompt: Prompt, sibling: int, version: int) -> None:
+        if (prompt.ordinal, sibling) == (6, 1):
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(5000)
+
+    run = MemoryRun(settings(), range(50), latency=a_second, script=stubborn)
+    stop = when(run, "trained", 3, lambda: started(run).stop("SIGTERM"))
+    result = await run.run(crash_when=stop)
+    assert result is not None and result.reason == "stopped"
+    (record,) = (r for r in caplog.records if r.levelname == "CRITICAL")
+    first = record.getMessage().splitlines()[0]
+    assert first.startswith("the run has not ended within 1800 s, although every task was told to")
+    assert "rollout of sibling 1 of group 6.0 has not returned for 180" in first
+    nothing_is_left(run)

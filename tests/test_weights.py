@@ -10,12 +10,18 @@ import pytest
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
-from sc_core.errors import CallTimeout, DataPlaneError, RolloutError
+from sc_core.errors import (
+    CallTimeout,
+    DataPlaneError,
+    EnginesFailed,
+    RolloutError,
+    WeightSyncError,
+)
 from sc_core.events import Event
 from sc_core.ledger import Ledger
 from sc_core.places import Places
 from sc_core.records import LedgerRecord, Prompt, PulledPrompt, Stamp
-from sc_core.samplers import Windowed
+from sc_core.samplers import InOrder, Windowed
 from sc_core.stale import StaleAttempts
 from sc_core.state import RunState
 from sc_core.testing import MemoryEngines, MemoryEventLog, MemoryRun, MemoryTrainer
@@ -228,6 +234,17 @@ async def test_an_attempt_that_is_too_old_before_it_begins_sends_nothing() -> No
     assert (len(ledger), state.requests.value, state.places.held) == (0, 0, 0)
 
 
+def test_an_aborted_group_whose_step_has_passed_is_meant_for_the_next() -> None:
+    ledger = Ledger(prompts_per_step=1)
+    state = RunState(ledger, Places(2), InOrder(1), MemoryEventLog())
+    state.pulled(PulledPrompt("payload", 1))
+    record = state.dispatched(0, Stamp(target_step=0))
+    ledger.step = ledger.weight_version = 2
+    state.aborted(record, requeue=True, reason="stale")
+    again = ledger.get(0)
+    assert again is not None and (again.state, again.target_step) == ("waiting", 2)
+
+
 async def test_an_abort_looks_at_nothing_but_the_versions_under_way() -> None:
     """Of 1000 attempts under way, the 3 that are too old are touched."""
     ledger = Ledger(prompts_per_step=1)
@@ -263,29 +280,7 @@ async def test_an_abort_looks_at_nothing_but_the_versions_under_way() -> None:
         assert ledger.in_flight_count == 997
         tg.cancel_scope.cancel()
     assert (ledger.counters["aborted"], ledger.in_flight_count) == (3, 997)
-
-
-async def test_a_run_that_ends_drops_nobody_as_stale() -> None:
-    """Its cancel reaches an attempt whose abort is under way."""
-    ledger = Ledger(prompts_per_step=1)
-    state = RunState(ledger, Places(2), Windowed(0), MemoryEventLog())
-    state.pulled(PulledPrompt("payload", 1))
-    record = state.dispatched(0, Stamp())
-
-    class Builder:
-        async def build(self, record: LedgerRecord, version: int) -> bool:
-            await anyio.sleep_forever()
-            raise AssertionError
-
-    config = settings().async_rl
-    stale = StaleAttempts(state, config, Builder(), None, None)  # type: ignore[arg-type]
-    async with anyio.create_task_group() as tg:
-        tg.start_soon(stale.build, record, 0)
-        await anyio.wait_all_tasks_blocked()
-        ledger.step = ledger.weight_version = 1
-        stale.abort()
-        tg.cancel_scope.cancel()
-    assert ledger.counters["aborted"] == 0 and ledger.in_flight_count == 1
+    assert stale._under_way == {}
 
 
 # drain -----------------------------------------------------------------------------------
@@ -396,6 +391,52 @@ async def test_engines_join_and_leave_while_a_run_goes_on() -> None:
     assert changes == [("engine0",), ("engine0", "late"), ("late",)]
     assert run.controller is not None
     assert run.controller.statistics().engines == ("late",)
+
+
+async def test_an_engine_that_was_put_out_may_come_back() -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if version == 3 and "engine1" not in run.engines.serves:
+            run.engines.fail("pause", "engine1", 0)
+            await run.engines.join("engine1")
+
+    config = settings("in_flight", steps=6)
+    run = MemoryRun(
+        config, range(100), script=script, latency=lambda p, s: 1, engines=2, replaceable=True
+    )
+    run.engines.fail("pause", "engine1", 99)
+    assert await run.run() is not None
+    assert run.controller is not None
+    stats = run.controller.statistics()
+    assert (stats.engines, dict(stats.engines_out)) == (("engine0", "engine1"), {})
+    syncs = [event for event in run.log.events if event.event == "weight_sync"]
+    assert syncs[0].engines == ("engine0",) and syncs[0].reason is not None
+    assert [event.reason for event in syncs[1:]] == [None] * 6
+
+
+async def test_a_fleet_that_keeps_what_it_was_to_put_out_ends_the_run() -> None:
+    run = MemoryRun(settings(), range(100), engines=2, replaceable=True)
+    run.engines.put_out = lambda engine, reason: 1  # type: ignore[method-assign]
+    run.engines.fail("pause", "engine1", 99)
+    with pytest.raises(EnginesFailed, match="pause failed on engine1"):
+        await run.run()
+
+
+async def test_what_failed_first_is_said_although_engines_stay_paused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = MemoryRun(settings(), range(100))
+
+    async def nobody(version: int) -> dict[str, int]:
+        return {}
+
+    async def broken() -> None:
+        raise OSError("the link is down")
+
+    run.engines.transfer, run.engines.resume = nobody, broken  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="version 0 was confirmed by no engine"):
+        await run.run()
+    (paused,) = [message for message in caplog.messages if "may still be paused" in message]
+    assert paused.endswith("weight_sync.resume failed: OSError: the link is down")
 
 
 async def test_requests_of_an_engine_put_out_go_to_others() -> None:

@@ -92,7 +92,9 @@ class MemoryRun:
             self.trainer, engines=self.engine_count, latency=self.latency, script=self.script
         )
         self.turns = TurnGate() if self._has_turns else None
+        self.bootstrap = MemoryBootstrap(self.store, disk=self.disk)
         self.source = ListPrompts(self.prompts, epochs=self.epochs, batch=self.batch)
+        self.estimator = MeanBaseline()
         self.metrics = MemoryMetrics()
         self.controller: SingleController | None = None
 
@@ -100,7 +102,7 @@ class MemoryRun:
         """Restore into the fresh store and build the controller of this life."""
         ready = await restore(
             bundles,
-            MemoryBootstrap(self.store, disk=self.disk),
+            self.bootstrap,
             self.config,
             runner=self.runner,
             resume=self.resume,
@@ -116,7 +118,7 @@ class MemoryRun:
             worker=self.engines,
             trainer=self.trainer,
             weight_sync=self.engines,
-            estimator=MeanBaseline(),
+            estimator=self.estimator,
             events=self.log,
             metrics=self.metrics,
             bundles=bundles,

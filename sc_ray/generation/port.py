@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from sc_core import (
 from sc_ray.bridge import await_future
 from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import Example, Rollouts
+from sc_ray.parcels import Parcels
 from sc_ray.workers import answer, died
 
 Choice = Literal["least_loaded", "by_ordinal"]
@@ -34,13 +37,17 @@ logger = logging.getLogger(__name__)
 class RayEngine:
     """One generation worker, by its name. Errors are those that the worker raised.
 
+    Args:
+        parcels: for a worker on another node, which gets weights through them and not by path.
+
     Raises:
         WorkerDied: from every coroutine, once the worker's process is gone.
     """
 
-    def __init__(self, actor: Any, *, name: str) -> None:
+    def __init__(self, actor: Any, *, name: str, parcels: Parcels | None = None) -> None:
         self.name = name
         self._actor = actor
+        self._parcels = parcels
 
     def send(
         self, prompt: Prompt, siblings: Sequence[int], weight_version: int
@@ -55,7 +62,11 @@ class RayEngine:
         await answer(self.name, self._actor.resume.remote())
 
     async def load_weights(self, path: Path, version: int) -> int:
-        loaded: int = await answer(self.name, self._actor.load_weights.remote(path, version))
+        if self._parcels is None:
+            call = self._actor.load_weights.remote(path, version)
+        else:
+            call = self._actor.load_content.remote(await self._parcels.of(path), version)
+        loaded: int = await answer(self.name, call)
         return loaded
 
     async def examples(self, count: int) -> list[Example]:
@@ -66,12 +77,18 @@ class RayEngine:
         """Wait until the worker is up."""
         await answer(self.name, self._actor.ping.remote())
 
+    async def node_id(self) -> str:
+        """The node it runs on; waits until the worker is up."""
+        node: str = await answer(self.name, self._actor.node_id.remote())
+        return node
+
 
 class RayRollouts:
     """A `RolloutWorker` over generation workers; works on asyncio, uvloop and trio.
 
     Siblings of a group that are asked for in the same tick of the event loop make one call to
-    one worker. Once the last of them has been cancelled, so is the call.
+    one worker. Once the last of them has been cancelled, so is the call. Engines may join and
+    leave at any time, from any thread or event loop.
 
     Args:
         choice: `least_loaded` gives a group to the worker with the fewest siblings under way;
@@ -87,9 +104,37 @@ class RayRollouts:
             names = [engine.name for engine in engines]
             raise ConfigError(f"rollouts need engines of different names, and got {names}")
         self._choice = choice
+        self._lock = threading.Lock()  #: over changes of `_engines`, which is replaced, not changed
+        self._calls: dict[str, set[_Call]] = {}  #: under way, by engine
         self._under_way = dict.fromkeys(self._engines, 0)  #: siblings, by engine
-        self._deaths: dict[str, WorkerDied] = {}
+        self._deaths: dict[str, str] = {}  #: what became of it, by engine
         self._gathering: dict[tuple[GroupId, int], _Call] = {}
+
+    def join(self, engine: RayEngine) -> None:
+        """Send requests to an engine more, which has weights to generate by.
+
+        Raises:
+            ConfigError: there is one of that name, and it lives.
+        """
+        with self._lock:
+            if engine.name in self._engines and engine.name not in self._deaths:
+                raise ConfigError(f"there is an engine {engine.name} already")
+            self._deaths.pop(engine.name, None)
+            self._under_way.setdefault(engine.name, 0)
+            self._engines = {**self._engines, engine.name: engine}
+
+    def leave(self, name: str) -> None:
+        """Send an engine no more requests. Those it has go on."""
+        if name in self._engines:
+            self._bury(name, f"{name} has left")
+
+    def put_out(self, name: str, reason: str) -> None:
+        """Send an engine no more requests; those it has end in a RolloutError. On their loop."""
+        told = f"{name} was put out of service: {reason}"
+        if name in self._engines:
+            self._bury(name, told)
+        for call in tuple(self._calls.get(name, ())):
+            call.fail(RolloutError(told))
 
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """One sibling, with the columns of `rollout_row`.
@@ -104,6 +149,7 @@ class RayRollouts:
         first = call is None
         if call is None:
             call = self._gathering[key] = _Call(self._choose(prompt.ordinal))
+            self._calls.setdefault(call.engine.name, set()).add(call)
         place = call.join(sibling)
         self._under_way[call.engine.name] += 1
         try:
@@ -116,7 +162,8 @@ class RayRollouts:
             return await self._sample(call, place)
         finally:
             self._under_way[call.engine.name] -= 1
-            call.leave()
+            if call.leave():
+                self._calls[call.engine.name].discard(call)
 
     def _choose(self, ordinal: int) -> RayEngine:
         alive = [engine for name, engine in self._engines.items() if name not in self._deaths]
@@ -126,14 +173,16 @@ class RayRollouts:
             return alive[ordinal % len(alive)]
         return min(alive, key=lambda engine: self._under_way[engine.name])
 
-    def _bury(self, name: str, death: WorkerDied) -> None:
-        if name not in self._deaths:
-            self._deaths[name] = death
+    def _bury(self, name: str, told: str) -> None:
+        with self._lock:
+            if name in self._deaths:
+                return
+            self._deaths[name] = told
             left = len(self._engines) - len(self._deaths)
-            logger.warning("%s; %d of %d generation workers live", death, left, len(self._engines))
+        logger.warning("%s; %d of %d generation workers live", told, left, len(self._engines))
 
     def _none_left(self) -> WorkerDied:
-        return WorkerDied("every generation worker", "; ".join(map(str, self._deaths.values())))
+        return WorkerDied("every generation worker", "; ".join(self._deaths.values()))
 
     async def _sample(self, call: _Call, place: int) -> Sample:
         name = call.engine.name
@@ -141,8 +190,9 @@ class RayRollouts:
             rollouts = await await_future(call.answer)
         except RayActorError as report:
             death = died(name, report)
-            if isinstance(report, ActorDiedError):  # not one that is only out of reach
-                self._bury(name, death)
+            dead = isinstance(report, ActorDiedError)  # not one that is only out of reach
+            if dead and self._engines.get(name) is call.engine:  # and not its successor
+                self._bury(name, str(death))
             if len(self._deaths) == len(self._engines):
                 raise self._none_left() from report
             raise RolloutError(str(death)) from report
@@ -151,6 +201,8 @@ class RayRollouts:
             kind = DataFailure if isinstance(cause, DataFailure) else RolloutError
             what = "" if isinstance(cause, ScError) else f"{type(cause).__name__}: "
             raise kind(f"{name}: {what}{cause}") from report  # its own for each sibling
+        except RolloutError as out:  # of `put_out`; likewise
+            raise RolloutError(str(out)) from out
         completion, reward = rollouts.completions[place], rollouts.rewards[place]
         return Sample(
             fields=rollout_row(rollouts.prompt_ids, completion, reward=reward),
@@ -176,23 +228,36 @@ class _Call:
         self._listeners += 1
         return len(self._siblings) - 1
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
+        """One sibling less that listens; returns whether it was the last."""
         self._listeners -= 1
         if not self._listeners and self._ref is not None and not self.answer.done():
             ray.cancel(self._ref)
+        return not self._listeners
+
+    def fail(self, error: Exception) -> None:
+        """Answer every sibling with this error, and let the engine forget the call."""
+        if not self.answer.done() and self._ref is not None:
+            ray.cancel(self._ref)
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with suppress(concurrent.futures.InvalidStateError):  # the answer and a `fail` may meet
+            self.answer.set_exception(error)
 
     def send(self, prompt: Prompt, weight_version: int) -> None:
         try:
             self._ref = self.engine.send(prompt, self._siblings, weight_version)
         except Exception as exc:  # carried to every sibling
-            self.answer.set_exception(exc)
+            self._fail(exc)
         else:
             self._ref.future().add_done_callback(self._answered)
 
     def _answered(self, reply: concurrent.futures.Future[Rollouts]) -> None:
         """Called in a thread of Ray's."""
         error = reply.exception()
-        if error is None:
+        if error is not None:
+            self._fail(error)
+            return
+        with suppress(concurrent.futures.InvalidStateError):
             self.answer.set_result(reply.result())
-        else:
-            self.answer.set_exception(error)

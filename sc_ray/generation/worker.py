@@ -22,6 +22,7 @@ from sc_ray.bridge import await_future
 from sc_ray.generation import Completion, Request, request_seed
 from sc_ray.generation.torch_engine import TorchEngine
 from sc_ray.model import ModelConfig, build_model
+from sc_ray.parcels import Content, unpacked
 from sc_ray.tasks import Reward, Task
 from sc_ray.tokenizer import Tokenizer
 
@@ -110,7 +111,15 @@ class BatchingEngine:
         """
         return await await_future(self._thread.submit(self._load, path, version))
 
+    async def load_content(self, content: Content, version: int) -> int:
+        """As `load`, from the content of such a file."""
+        return await await_future(self._thread.submit(self._load_content, content, version))
+
     # in the thread ---------------------------------------------------------------------
+
+    def _load_content(self, content: Content, version: int) -> int:
+        with unpacked(content) as path:
+            return self._load(path, version)
 
     def _load(self, path: Path, version: int) -> int:
         if not path.is_file():
@@ -251,6 +260,10 @@ class GenerationWorker:
         """
         return await self._engine.load(path, version)
 
+    async def load_content(self, content: Content, version: int) -> int:
+        """As `load_weights`, for a worker that does not share the file's node."""
+        return await self._engine.load_content(content, version)
+
     async def examples(self, count: int) -> list[Example]:
         """The last finished siblings, newest last, 64 at most."""
         return list(self._recent)[-count:] if count > 0 else []
@@ -258,6 +271,11 @@ class GenerationWorker:
     async def ping(self) -> str:
         """The worker's name, once it is up."""
         return self._name
+
+    async def node_id(self) -> str:
+        """Of the node of Ray's cluster that it runs on."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
 
 GenerationActor = ray.remote(num_cpus=1, max_concurrency=10_000)(GenerationWorker)

@@ -229,8 +229,16 @@ async def test_h20_a_run_that_needs_the_engine_ends_and_names_it(call: str, engi
 async def test_h20_a_run_that_can_do_without_the_engine_declares_it_out(
     call: str, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Faulty(fails(call, engine), replaceable=True)
+    reports: list[str] = []
+
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        assert run.controller is not None
+        reports.append(str(run.controller.report()))
+
+    run = Faulty(fails(call, engine), replaceable=True, script=script)
     result = await run.run()
+    told = f"  engines    out of service: {engine}: {call} was told to fail"
+    assert told in reports[-1] and "out of service" not in reports[0]
     assert result is not None and (result.step, result.weight_version) == (6, 6)
     assert run.controller is not None
     stats = run.controller.statistics()

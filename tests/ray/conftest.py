@@ -33,8 +33,8 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bootstrap(local_ray: None) -> Iterator[TransferQueueBootstrap]:
-    """A TransferQueue for the module; Ray can have one at a time."""
+    """One TransferQueue for all tests. Who needs an untouched store discards what others did."""
     with TransferQueueBootstrap(TransferQueueSpec(deadline_s=20)) as started:
         yield started

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -43,13 +46,13 @@ def make_fake() -> type:
             await anyio.sleep(0.05)  # the last bundle
             return RunResult(reason="stopped", step=self.saves, weight_version=0, counters={})
 
-        def stop(self, reason: str = "stopped") -> None:
-            self.stop_reason = reason
+        def stop(self, reason: str = "stopped", *, checkpoint: bool = True) -> None:
+            self.stop_reason = reason if checkpoint else f"{reason}, without a bundle"
             self._news.set()
 
         def request_checkpoint(self) -> None:
             if self._blocks_in_saves:
-                time.sleep(5)  # and the loop with it; `status` waits for 1
+                time.sleep(2)  # and the loop with it
             self.saves += 1
             self._news.set()
 
@@ -226,12 +229,13 @@ def test_an_error_that_cannot_be_printed_still_has_a_name() -> None:
 
 
 @pytest.fixture
-def start(local_ray: None) -> Iterator[Callable[[Any], Any]]:
+def start(local_ray: None) -> Iterator[Callable[..., Any]]:
     actors: list[Any] = []
 
-    def start_actor(args: Any) -> Any:
-        actors.append(ray.remote(SingleControllerActor).remote(args))
-        return actors[-1]
+    def start_actor(args: Any, **options: Any) -> Any:
+        actor = ray.remote(SingleControllerActor).options(num_cpus=1, **options).remote(args)
+        actors.append(actor)
+        return actor
 
     yield start_actor
     for actor in actors:
@@ -285,6 +289,7 @@ def failing(kind: str) -> Any:
         ("both", "ValueError", "rollout pump"),
         ("cancelled", "CancelledError", ""),
     ],
+    ids=["a", "b", "d", "e", "f", "c"],
 )
 def test_h24_the_caller_gets_one_plain_error_with_the_root_cause(
     start: Callable[[Any], Any], kind: str, type_name: str, message: str
@@ -306,9 +311,7 @@ def test_steering_a_run(start: Callable[[Any], Any], event_loop: EventLoop) -> N
     run = actor.run.remote()
     assert ray.get(actor.ping.remote(), timeout=60) > 0
     ray.get(actor.request_checkpoint.remote(), timeout=60)
-    status = ray.get(actor.status.remote(), timeout=60)
-    if status["state"] == "starting":  # the very first moments
-        status = until_running(actor)
+    status = until_running(actor)
     assert (status["state"], status["step"], status["audit"]) == ("running", 1, "ok")
     ray.get(actor.stop.remote("enough"), timeout=60)
     assert ray.get(run, timeout=60) == RunResult(
@@ -318,9 +321,10 @@ def test_steering_a_run(start: Callable[[Any], Any], event_loop: EventLoop) -> N
 
 
 def until_running(actor: Any) -> dict[str, Any]:
+    """An answer of the controller itself, once it is there."""
     for _ in range(200):
         status: dict[str, Any] = ray.get(actor.status.remote(), timeout=60)
-        if status["state"] != "starting":
+        if status["state"] != "starting" and status["age_s"] == 0:
             return status
         time.sleep(0.05)
     raise AssertionError("the controller never came up")
@@ -372,3 +376,48 @@ def test_a_call_that_may_still_write_ends_the_process(start: Callable[[Any], Any
         for _ in range(200):
             ray.get(actor.ping.remote(), timeout=60)
             time.sleep(0.05)
+
+
+def test_a_second_run_joins_the_first(start: Callable[[Any], Any]) -> None:
+    actor = start(make_args())
+    runs = [actor.run.remote(), actor.run.remote()]
+    until_running(actor)
+    ray.get(actor.stop.remote("enough", checkpoint=False), timeout=60)
+    first, second = ray.get(runs, timeout=60)
+    assert (first, second.reason) == (second, "stopped")
+    assert until_running(actor)["stop_reason"] == "enough, without a bundle"
+
+
+def test_a_process_that_ray_restarted_refuses_to_go_on(start: Callable[..., Any]) -> None:
+    """Also in answer to the `run` under way, which Ray sends again."""
+    actor = start(make_args(), max_restarts=1, max_task_retries=1)
+    run = actor.run.remote()
+    until_running(actor)
+    os.kill(ray.get(actor.ping.remote(), timeout=60), signal.SIGKILL)
+    for refused in (run, actor.request_checkpoint.remote(), actor.stop.remote()):
+        with pytest.raises(ControllerFailed, match="start a new actor") as caught:
+            ray.get(refused, timeout=60)
+        assert caught.value.type_name == "ControllerRestarted"
+    assert ray.get(actor.status.remote(), timeout=60) == {"state": "restarted", "age_s": 0.0}
+
+
+def test_a_killed_actor_is_dead_to_every_caller(start: Callable[..., Any]) -> None:
+    actor = start(make_args())
+    run = actor.run.remote()
+    until_running(actor)
+    ray.kill(actor)
+    for call in (run, actor.status.remote()):
+        with pytest.raises(RayActorError):
+            ray.get(call, timeout=60)
+
+
+def test_status_tells_what_the_log_warns_of(start: Callable[..., Any]) -> None:
+    async def warn() -> None:
+        for number in range(7):
+            logging.getLogger("sc_ray.somewhere").warning("engine %d went away", number)
+
+    actor = start(make_args(warn))
+    actor.run.remote()
+    status = until_running(actor)
+    assert status["warnings"] == 7
+    assert status["last_warnings"] == [f"engine {number} went away" for number in range(2, 7)]

@@ -31,6 +31,7 @@ from sc_ray.generation.worker import (
     Rollouts,
 )
 from sc_ray.model import ModelConfig, build_model, save_weights
+from sc_ray.parcels import Parcels
 from sc_ray.tasks import Task
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
@@ -346,8 +347,8 @@ async def test_nothing_is_served_by_weights_older_than_the_stamp(
 class Recorded(RayEngine):
     """Remembers its calls: ordinal, siblings, and the reference to the answer."""
 
-    def __init__(self, actor: Any, *, name: str) -> None:
-        super().__init__(actor, name=name)
+    def __init__(self, actor: Any, *, name: str, parcels: Parcels | None = None) -> None:
+        super().__init__(actor, name=name, parcels=parcels)
         self.calls: list[tuple[int, tuple[int, ...]]] = []
         self.refs: list[Any] = []
 
@@ -489,6 +490,28 @@ async def test_after_a_transfer_all_engines_generate_by_the_trainers_weights(
     assert any(same(again, sample) for sample in held)
 
 
+async def test_engines_on_other_nodes_get_weights_by_their_content(
+    actors: dict[str, Any], engines: list[Recorded], weights: Path, tmp_path: Path
+) -> None:
+    near = await RayRollouts(engines[:1]).rollout(prompt_of(3), 1, 1)
+    parcels = Parcels()
+    far = [Recorded(actor, name=name, parcels=parcels) for name, actor in actors.items()]
+    moving = tmp_path / "weights"
+    Policy(MODEL, TOKENIZER, seed=3).export_weights(moving)
+    other = await parcels.of(moving)
+    assert await parcels.of(moving) == other, "it is put once"
+    assert [await engine.load_weights(moving, 2) for engine in far] == [2, 2]
+    changed = await RayRollouts(far[:1]).rollout(prompt_of(3), 1, 1)
+    assert not same(near, changed)
+    moving.write_bytes(weights.read_bytes())
+    assert await parcels.of(moving) != other, "another file of that name"
+    assert await far[1].load_weights(moving, 1) == 1
+    assert same(near, await RayRollouts(far[1:]).rollout(prompt_of(3), 1, 1))
+    moving.unlink()
+    with pytest.raises(FileNotFoundError):
+        await far[0].load_weights(moving, 2)
+
+
 # the port's choices ---------------------------------------------------------------------
 
 
@@ -561,6 +584,29 @@ async def test_a_group_goes_to_the_engine_with_the_fewest_siblings(puppets: list
     async with anyio.create_task_group() as tg:
         await group(5, 1)  # nothing is under way any more
     assert puppets[0].sent == [0, 4, 5]
+
+
+async def test_requests_of_an_engine_put_out_end_at_once(puppets: list[Puppet]) -> None:
+    for puppet in puppets:
+        await await_ref(puppet.actor.close.remote())
+    rollouts = RayRollouts(puppets)
+    ended: list[str] = []
+
+    async def ask(sibling: int) -> None:
+        with pytest.raises(RolloutError) as caught:
+            await rollouts.rollout(prompt_of(0), sibling, 1)
+        ended.append(str(caught.value))
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(ask, 0)
+        tg.start_soon(ask, 1)
+        await anyio.wait_all_tasks_blocked()
+        rollouts.put_out("a", "it does not answer")
+    assert ended == ["a was put out of service: it does not answer"] * 2
+    await await_ref(puppets[1].actor.open.remote())
+    assert (await rollouts.rollout(prompt_of(1), 0, 1)).reward == 1
+    assert (puppets[0].sent, puppets[1].sent) == ([0], [1])
+    assert not any(rollouts._calls.values())
 
 
 async def kill(actor: Any) -> None:

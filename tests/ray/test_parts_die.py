@@ -1,43 +1,96 @@
-"""What happens when one process of a run is killed and the others live."""
+"""What happens when one part of a run dies, or is asked to stop, and the others live.
+
+All runs use one Ray of two nodes. The second node has room for one generation worker.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.cluster_utils import Cluster
 
 from sc_ray.chaos import SETTINGS
-from sc_ray.kills import actors_of
+from sc_ray.kills import actors_of, descendants
 from sc_ray.lives import Life, what_is_wrong
-from sc_ray.run_directory import published
+from sc_ray.run_directory import last_report, published
+from sc_ray.stops import Stops
 
 AT_ONCE_S = 60.0
 """Of ending: far below the deadlines of calls, which are what an unnoticed death would run into."""
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
+}
+"""Ray gives up a node that is silent after at most 18 s, and not after its usual minute."""
+KINDS = ("GenerationWorker", "TrainerWorker", "SingleController", "SimpleStorage", "TransferQueue")
+
+
+class TwoNodes:
+    """The second one, `far`, has one CPU."""
+
+    def __init__(self) -> None:
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 16, "include_dashboard": False, "_system_config": HEALTH},
+        )
+        self.address = f"cluster.address={self._cluster.address}"
+        self.head = self._raylet(self._cluster.head_node)
+        self.far = self._raylet(self._cluster.add_node(num_cpus=1))
+        self._frozen: set[int] = set()
+
+    @staticmethod
+    def _raylet(node: Any) -> int:
+        return int(node.all_processes["raylet"][0].process.pid)
+
+    def kill_one(self, kind: str) -> None:
+        """SIGKILL a process of the first node."""
+        os.kill(actors_of(self.head, kind)[0], signal.SIGKILL)
+
+    def cut_off_the_other_node(self) -> None:
+        """It goes silent, as behind a broken switch: nothing there ends, and no connection."""
+        self._frozen = descendants(self.far)
+        for pid in self._frozen:
+            os.kill(pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        for pid in self._frozen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    nodes = TwoNodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run directory: each start goes on from what the one before has left."""
+    return tmp_path_factory.mktemp("parts") / "run"
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
+def start(nodes: TwoNodes, run: Path) -> Iterator[Any]:
     with ExitStack() as lives:
 
         def start_life(*settings: str) -> Life:
-            life = Life(
-                tmp_path / "run",
-                [*SETTINGS, "grpo.max_num_steps=100000", *settings],
-                patience_s=300,
-            )
-            return lives.enter_context(life)
+            wanted = [*SETTINGS, nodes.address, "grpo.max_num_steps=100000", *settings]
+            return lives.enter_context(Life(run, wanted, patience_s=300))
 
         yield start_life
-
-
-def kill_one(life: Life, kind: str) -> None:
-    os.kill(actors_of(life.pid, kind)[0], signal.SIGKILL)
 
 
 def steps(life: Life, more: int) -> None:
@@ -47,36 +100,77 @@ def steps(life: Life, more: int) -> None:
     assert life.until(lambda: (life.step or 0) >= wanted), life.last_line
 
 
+def lost(life: Life) -> set[str]:
+    """Generation workers that its terminal said had died."""
+    return set(
+        re.findall(r"warning: .*(generation-\d) died", (life.run / "output.txt").read_text())
+    )
+
+
 def ended(life: Life) -> str:
     """Its last words, once it has failed soon."""
     began = time.monotonic()
     assert not life.until(lambda: time.monotonic() > began + AT_ONCE_S), "it goes on"
     assert life.status == 1
+    assert what_is_wrong(life.run) == []
+    assert published(life.run)
     return life.last_line
 
 
-def test_a_run_does_without_a_part_or_ends_at_once_and_the_next_start_goes_on(
-    start: Any, tmp_path: Path
+def test_a_run_does_without_generation_workers_and_nodes_until_the_last(
+    nodes: TwoNodes, start: Any
 ) -> None:
-    life = start("generation.workers=2", "cluster.num_cpus=6")
+    life = start("generation.workers=3", "cluster.spread_generation=true")
     steps(life, 3)
-    kill_one(life, "GenerationWorker")
-    steps(life, 10)
-    log = (tmp_path / "run" / "logs" / "controller.log").read_text()
-    assert "1 of 2 generation workers live" in log
-    kill_one(life, "GenerationWorker")
+    here, there = (actors_of(node, "GenerationWorker") for node in (nodes.head, nodes.far))
+    assert (len(here), len(there)) == (2, 1)
+    nodes.kill_one("GenerationWorker")
+    assert life.until(lambda: len(lost(life)) == 1), life.last_line
+    steps(life, 5)
+    nodes.cut_off_the_other_node()
+    began = time.monotonic()
+    assert life.until(lambda: len(lost(life)) == 2), life.last_line
+    assert time.monotonic() < began + AT_ONCE_S
+    steps(life, 5)
+    nodes.kill_one("GenerationWorker")
     assert "WorkerDied: every " in (told := ended(life)), told
 
-    for kind, words in (
+
+def test_a_stop_in_the_midst_of_a_save_leaves_a_bundle_and_nothing_else(
+    nodes: TwoNodes, run: Path
+) -> None:
+    Stops(run, [nodes.address], seed=7).stop("finaliser")  # which raises if anything is wrong
+    assert [kind for kind in KINDS if actors_of(nodes.head, kind)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
         ("TrainerWorker", "WorkerDied: trainer-0 died: "),
         ("SimpleStorageUnit", "TransferQueue's storage unit 0 died: "),
-        ("TransferQueueController", "TransferQueue's index died: "),
-        ("SingleControllerActor", "the controller died: "),
-    ):
-        life = start()
-        steps(life, 3)
-        assert life.says("resuming from")
-        kill_one(life, kind)
-        assert words in (told := ended(life)), told
-        assert what_is_wrong(tmp_path / "run") == []
-        assert published(tmp_path / "run")
+    ],
+)
+def test_a_run_that_can_not_do_without_a_part_ends_at_once(
+    nodes: TwoNodes, start: Any, kind: str, words: str
+) -> None:
+    life = start()
+    steps(life, 3)
+    assert life.says("resuming from")
+    nodes.kill_one(kind)
+    assert words in (told := ended(life)), told
+
+
+def test_a_controller_that_died_is_followed_by_another_as_often_as_wished(
+    nodes: TwoNodes, start: Any
+) -> None:
+    life = start("cluster.max_controller_restarts=1")
+    steps(life, 3)
+    step = life.step or 0
+    nodes.kill_one("SingleControllerActor")
+    assert life.until(lambda: life.says("restart 1 of 1")), life.last_line
+    assert life.until(lambda: last_report(life.run).get("state") is None), life.last_line
+    steps(life, 3)
+    assert life.says("resuming from")
+    assert (life.step or 0) > step - 2
+    nodes.kill_one("TransferQueueController")
+    assert "TransferQueue's index died: " in (told := ended(life)), told

@@ -10,20 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
+from sc_core.controller import RunResult
 from sc_core.disk import LOCAL
-from sc_core.errors import RunInUse
+from sc_core.errors import RunInUse, ScError, WorkerDied
 from sc_ray.__main__ import DONE, FAILED, STOPPED, WRONG_USAGE, main
 from sc_ray.kills import kill_tree
+from sc_ray.lives import left_behind
 from sc_ray.progress import Console, learning_curve, step_line
 from sc_ray.run_directory import RunDirectory, last_report, published, running_pid
-from sc_ray.setup import run_id
-from sc_ray.supervise import Interrupted, Signals
+from sc_ray.supervise import Interrupted, Signals, _View
 
 # wrong input: one line, and nothing started -------------------------------------------
 
@@ -155,6 +156,41 @@ def test_a_run_on_another_machine_can_not_be_signalled(tmp_path: Path) -> None:
 # what is shown ------------------------------------------------------------------------
 
 
+def test_the_checkpoints_are_there_also_while_a_start_is_under_way(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    with RunDirectory(tmp_path) as run:
+        run.report("starting")
+        assert main(["status", str(tmp_path)]) == DONE
+    assert "checkpoints: step_4" in capsys.readouterr().out
+
+
+def test_a_step_and_a_warning_are_shown_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Between the end of a step and its metrics, `step` is ahead of them."""
+    metrics = {
+        "timing/train/total_step_time": 1.0,
+        "train/reward": 0.5,
+        "train/staleness_versions_mean": 0.0,
+    }
+    shown = {"places_held": 1, "places_capacity": 2, "last_warnings": ["b", "c"]}
+    answers = [
+        {**shown, "step": 1, "last_metrics": {**metrics, "step": 1}, "warnings": 0},
+        {**shown, "step": 2, "last_metrics": {**metrics, "step": 1}, "warnings": 3},
+        {**shown, "step": 2, "last_metrics": {**metrics, "step": 2}, "warnings": 3},
+    ]
+    clock = iter(range(0, 100, 5))
+    console = Console(sys.stdout, clock=lambda: next(clock))
+    with RunDirectory(tmp_path) as run, Signals() as signals:
+        view = _View(None, run, console, signals, 9)
+        for answer in answers:
+            view.show(answer)
+    told = [line[:10] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["step 1/9  ", "warning: b", "warning: c", "warning: 1", "step 2/9  "]
+
+
 class Screen:
     def __init__(self, tty: bool) -> None:
         self.text, self._tty = "", tty
@@ -279,6 +315,73 @@ child.wait()
     assert ended.stdout == "True True\n"
 
 
+# a controller that died ---------------------------------------------------------------
+
+
+def lives(monkeypatch: pytest.MonkeyPatch, *ends: Exception | str) -> list[Any]:
+    """Have the lives of a run end like this; returns, as they come, what each resumes from."""
+    resumed: list[Any] = []
+
+    def live(signals: Any, config: Any, run: Any, console: Any, prepared: Any, resume: Any) -> Any:
+        resumed.append(resume)
+        end = ends[len(resumed) - 1]
+        if end == "stopped meanwhile":
+            signals.steer(on_stop=lambda _: None, on_save=lambda: None)
+            signal.raise_signal(signal.SIGTERM)
+            raise death()
+        if isinstance(end, Exception):
+            raise end
+        return RunResult(reason="max_steps", step=3, weight_version=3, counters={})
+
+    monkeypatch.setattr("sc_ray.__main__._live", live)
+    return resumed
+
+
+def death(worker: str = "the controller", *, in_its_start: bool = False) -> WorkerDied:
+    died = WorkerDied(worker, "killed")
+    died.__cause__ = report = ActorDiedError()
+    report._actor_init_failed = in_its_start
+    return died
+
+
+def test_a_controller_that_died_is_started_again_as_often_as_wished(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    resumed = lives(monkeypatch, death(), death(), "done")
+    asked = ["train", "--out", str(tmp_path), "--resume", "never"]
+    assert main([*asked, "cluster.max_controller_restarts=2"]) == DONE
+    assert resumed == ["never", "auto", "auto"]
+    said = capsys.readouterr().out.splitlines()
+    again = "the controller died: killed; going on from the newest checkpoint, restart"
+    assert said[:2] == [f"{again} 1 of 2", f"{again} 2 of 2"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        death("trainer-0"),
+        death(in_its_start=True),
+        ScError("ValueError: it would come again"),
+        "stopped meanwhile",
+    ],
+    ids=["another part", "its start failed", "an error", "stopped"],
+)
+def test_what_a_restart_would_not_mend_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: Exception | str
+) -> None:
+    resumed = lives(monkeypatch, end)
+    assert main(["train", "--out", str(tmp_path), "cluster.max_controller_restarts=2"]) == FAILED
+    assert resumed == ["auto"]
+
+
+def test_no_controller_is_started_again_unless_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lives(monkeypatch, death())
+    assert "the controller died: killed" in refused(capsys, FAILED, "train", "--out", tmp_path)
+    assert last_report(tmp_path)["phase"] == "failed"
+
+
 # whole runs ---------------------------------------------------------------------------
 
 FOR_EVER = "grpo.max_num_steps=100000"
@@ -375,18 +478,6 @@ def weights_of(run: Path, step: int) -> str:
 def audit_of(run: Path) -> str:
     audit = [sys.executable, "-m", "sc_core", "audit", str(run)]
     return subprocess.run(audit, capture_output=True, text=True, check=True).stdout
-
-
-def left_behind(run: Path) -> list[str]:
-    """Files in memory, and processes of Ray, that outlived the last start of `run`."""
-    session = (run / "logs" / "ray").readlink().parent.name
-    found = [path.name for path in Path("/dev/shm").glob(f"*{run_id(run)}*")]
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            command = (process / "cmdline").read_text()
-            if session in command or session in (process / "environ").read_text():
-                found.append(command)
-    return found
 
 
 def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,16 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from sc_core.errors import ConfigError, WeightSyncError, WorkerDied
+from sc_core.config import AsyncRlConfig
+from sc_core.errors import CallTimeout, ConfigError, EnginesFailed, WeightSyncError, WorkerDied
+from sc_core.ledger import Ledger
+from sc_core.places import Places
+from sc_core.samplers import Windowed
+from sc_core.state import RunState
+from sc_core.testing import MemoryEventLog
+from sc_core.weights import WeightUpdates
+from sc_ray.generation.fleet import RayFleet
+from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.weights import FileWeightSync
 
 pytestmark = pytest.mark.anyio
@@ -35,6 +47,8 @@ class Engine:
         self.weights = ""
         self.broken: set[str] = set()
         self.dead = False
+        self.hangs: set[str] = set()
+        self.on_load: Callable[[], object] = lambda: None
         self.confirms: Callable[[int], int] = lambda version: version
 
     async def pause(self) -> None:
@@ -45,12 +59,15 @@ class Engine:
 
     async def load_weights(self, path: Path, version: int) -> int:
         await self._note("load")
+        self.on_load()
         self.weights = path.read_text()
         return self.confirms(version)
 
     async def _note(self, call: str) -> None:
         self.log.append(call)
         await checkpoint()
+        if call in self.hangs:
+            await anyio.sleep_forever()
         if call in self.broken:
             raise OSError("it can't")
         if self.dead:
@@ -114,8 +131,9 @@ async def test_an_engine_that_fails_is_named_and_the_others_load(
 ) -> None:
     engines[0].broken = engines[2].broken = {"load"}
     with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
-        with pytest.raises(WeightSyncError) as caught:
+        with pytest.raises(EnginesFailed) as caught:
             await sync.transfer(3)
+    assert caught.value.failures == {"a": "it can't", "c": "it can't"}
     assert str(caught.value) == ("load of version 3 failed on a: it can't; c: it can't")
     assert isinstance(caught.value.__cause__, OSError)
     assert engines[1].weights == "w0"
@@ -158,6 +176,202 @@ async def test_a_failed_export_asks_nothing_of_the_engines(
         with pytest.raises(IsADirectoryError):
             await sync.transfer(1)
     assert [engine.log for engine in engines] == [[], [], []]
+
+
+async def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    engines[1].hangs = {"load"}
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path, engine_s=0.02) as sync:
+        with pytest.raises(EnginesFailed, match=r"on b: load of version 3 did not return within"):
+            await sync.transfer(3)
+        assert (engines[0].weights, engines[2].weights) == ("w0", "w0")
+        assert sync.leave("b") == 2
+        assert await sync.transfer(3) == {"a": 3, "c": 3}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_call_cancelled_by_something_else_has_a_name(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, begun: bool
+) -> None:
+    """A native cancel of the task that asks one engine, which no scope has sent."""
+
+    async def cancel_one(sync: FileWeightSync) -> None:
+        before = asyncio.all_tasks()
+        pausing = asyncio.create_task(sync.pause())
+        while not (asked := asyncio.all_tasks() - before - {pausing}):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if begun:
+            await asyncio.sleep(0)
+        asked.pop().cancel()
+        with pytest.raises(EnginesFailed, match=r"on [abc]: pause was cancelled by something"):
+            await pausing
+
+    for engine in engines:
+        engine.hangs = {"pause"} if begun else set()
+
+    async def main() -> None:
+        with FileWeightSync(
+            trainer, engines, run_id="run-1", parent=tmp_path, engine_s=0.1
+        ) as sync:
+            await cancel_one(sync)
+
+    asyncio.run(main())
+    gc.collect()  # the warning that a coroutine was never awaited belongs here
+
+
+# engines that come and go ---------------------------------------------------------------
+
+
+async def test_an_engine_that_joins_has_the_weights_of_the_last_sync(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    *first, late = engines
+    with FileWeightSync(trainer, first, run_id="run-1", parent=tmp_path) as sync:
+        await sync.transfer(4)
+        await sync.resume()
+        trainer.weights = "w5, which no engine has"
+        await sync.join(late, within_s=10)
+        assert (late.weights, sync.engines) == ("w0", ("a", "b", "c"))
+        with pytest.raises(ConfigError, match="an engine c already"):
+            await sync.join(late, within_s=10)
+        sync.leave("a")
+        assert await sync.transfer(5) == {"b": 5, "c": 5}
+
+
+async def test_who_joins_during_a_sync_comes_after_it(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    *first, late = engines
+    with FileWeightSync(trainer, first, run_id="run-1", parent=tmp_path) as sync:
+        await sync.transfer(4)
+        await sync.resume()
+        await sync.pause()
+        with pytest.raises(CallTimeout, match="join of engine c"):
+            await sync.join(late, within_s=0.01)
+        async with anyio.create_task_group() as tg:
+
+            async def join() -> None:
+                await sync.join(late, within_s=10)
+
+            tg.start_soon(join)
+            await anyio.wait_all_tasks_blocked()
+            trainer.weights = "w5"
+            assert await sync.transfer(5) == {"a": 5, "b": 5}
+            assert late.log == []
+            await sync.resume()
+        assert (late.weights, sync.engines) == ("w5", ("a", "b", "c"))
+
+
+async def test_who_joins_while_the_version_moves_loads_again(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    *first, late = engines
+    with FileWeightSync(trainer, first, run_id="run-1", parent=tmp_path) as sync:
+        await sync.transfer(4)
+        await sync.resume()
+        syncs = [5]
+
+        async def another() -> None:
+            trainer.weights = "w5"
+            await sync.transfer(5)
+            await sync.resume()
+
+        def in_between() -> None:
+            if syncs:
+                syncs.clear()
+                thread = threading.Thread(target=anyio.run, args=(another,))
+                thread.start()
+                thread.join()
+
+        late.on_load = in_between
+        await sync.join(late, within_s=10)
+        assert (late.log, late.weights) == (["load", "load"], "w5")
+
+
+async def test_who_can_t_load_or_comes_too_late_does_not_join(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    *first, late = engines
+    with FileWeightSync(trainer, first, run_id="run-1", parent=tmp_path) as sync:
+        await sync.transfer(4)
+        await sync.resume()
+        late.confirms = lambda version: 3
+        with pytest.raises(WeightSyncError, match="c can't join: .* it has version 3"):
+            await sync.join(late, within_s=10)
+        await sync.pause()
+        async with anyio.create_task_group() as tg:
+
+            async def too_late() -> None:
+                with pytest.raises(WeightSyncError, match="c can't join: the run is over"):
+                    await sync.join(late, within_s=10)
+
+            tg.start_soon(too_late)
+            await anyio.wait_all_tasks_blocked()
+            sync.close()
+        assert sync.engines == ("a", "b")
+
+
+async def test_a_fleet_gives_weights_then_requests_from_any_thread(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    class Known(RayEngine):
+        loaded: int | None = None
+
+        async def load_weights(self, path: Path, version: int) -> int:
+            await checkpoint()
+            assert self not in {rollouts._choose(ordinal) for ordinal in range(4)}
+            self.loaded = version
+            return version
+
+    def known(name: str) -> Known:
+        return Known(None, name=name)
+
+    async def join() -> None:
+        await fleet.join(late, within_s=10)
+
+    one, late = known("a"), known("b")
+    rollouts = RayRollouts([one], choice="by_ordinal")
+    with FileWeightSync(trainer, [one], run_id="run-1", parent=tmp_path) as sync:
+        fleet = RayFleet(sync, rollouts)
+        await anyio.to_thread.run_sync(anyio.run, join)  # before the first sync
+        rollouts.leave("b")
+        sync.leave("b")
+        sync._version = 7
+        await anyio.to_thread.run_sync(anyio.run, join)
+        assert late.loaded == 7
+        assert {rollouts._choose(ordinal).name for ordinal in range(4)} == {"a", "b"}
+        fleet.leave("a")
+        assert {rollouts._choose(ordinal) for ordinal in range(4)} == {late}
+        for name in "ab":
+            with pytest.raises(ConfigError, match=f"engine {name} can't leave"):
+                fleet.leave(name)
+        assert fleet.put_out("b", "it is slow") == 0
+        with pytest.raises(WorkerDied, match="a has left; b was put out of service: it is slow"):
+            rollouts._choose(0)
+
+
+@pytest.mark.parametrize("call", ["pause", "load", "resume"])
+async def test_a_run_goes_on_without_the_engine_that_fails(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, call: str
+) -> None:
+    engines[1].broken = {call}
+    state = RunState(Ledger(prompts_per_step=1), Places(1), Windowed(0), MemoryEventLog())
+    rollouts = RayRollouts([RayEngine(None, name=engine.name) for engine in engines])
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        fleet = RayFleet(sync, rollouts)
+        updates = WeightUpdates(state, sync, AsyncRlConfig(), fleet=fleet)
+        await updates.update()
+        await updates.update()
+    assert (state.engines, state.gate_closed_for) == (("a", "c"), None)
+    assert state.engines_out == {"b": "it can't"} and sync.engines == ("a", "c")
+    assert [engine.log[-3:] for engine in (engines[0], engines[2])] == [LAST_SYNC, LAST_SYNC]
+    assert engines[1].log.count(call) == 2, "it was asked twice, then left out"
+    assert "b" not in {rollouts._choose(ordinal).name for ordinal in range(9)}
+
+
+LAST_SYNC = ["pause", "load", "resume"]
 
 
 # other runs -----------------------------------------------------------------------------
