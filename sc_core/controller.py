@@ -500,6 +500,7 @@ class SingleController:
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
         )
         await settle("source.seek", deadlines.source_s, lambda: ports.source.seek(cut.position))
+        ledger.exhausted = False  # it says so again, unless it was given more epochs meanwhile
 
     def _take_cut(self, rows: Rows) -> tuple[Cut, tuple[int, int]]:
         ports, ledger = self._ports, self._state.ledger

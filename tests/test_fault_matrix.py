@@ -139,6 +139,22 @@ AT_ONCE = ("raises once", "raises always", "raises after its effect",
 """Faults of a call that is not awaited."""
 
 
+def give_write_back(plane: Any) -> None:
+    """Have a method of its own for puts into rows that are there."""
+    put = plane.put_samples
+
+    async def write_back(sample_ids: Any, fields: Any) -> None:
+        await put(sample_ids, fields)
+
+    async def put_samples(sample_ids: Any, fields: Any, tags: Any = None) -> None:
+        if tags is None:
+            await plane.write_back(sample_ids, fields)
+        else:
+            await put(sample_ids, fields, tags)
+
+    plane.write_back, plane.put_samples = write_back, put_samples
+
+
 class HostileRun(MemoryRun):
     """A `MemoryRun` in whose first life one call goes wrong.
 
@@ -216,6 +232,8 @@ class HostileRun(MemoryRun):
         async def connected(token: Any) -> Any:
             plane = await connect(token)
             if port == "plane":
+                if method == "write_back":
+                    give_write_back(plane)
                 self.arm(plane, method)
             return plane
 
@@ -262,6 +280,7 @@ class HostileRun(MemoryRun):
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
+        await anyio.lowlevel.checkpoint()
         return await call()
 
     async def cancels_the_run(self, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -325,7 +344,7 @@ EVERYWHERE = ("first", "mid-run", "during a save")
 IN_SAVES = ("first", "mid-run")  #: what is called in saves only
 ONCE = ("first",)
 SUCCESS = "success"
-DROPS = "success or PromptDropped"
+DROPS = "success, PromptDropped or TooManyDropped"
 
 
 class Call(NamedTuple):
@@ -385,6 +404,7 @@ CALLS: dict[str, Call] = {
         | {"raises once": SUCCESS, "raises after its effect": SUCCESS, "raises always": DROPS},
         granularities=BOTH,
     ),
+    "plane.write_back": Call(r"data_plane\.put_samples", odd=IGNORED, ends=TAKEN | REPEATED),
     "plane.get_samples": Call(
         r"data_plane\.get_samples",
         odd={
@@ -495,8 +515,8 @@ CALLS: dict[str, Call] = {
 
 
 HOLD_A_SECTION = (
-    "plane.put_samples", "plane.clear_samples", "plane.list_sample_ids", "plane.save_checkpoint",
-    "trainer.prepare",
+    "plane.put_samples", "plane.write_back", "plane.clear_samples", "plane.list_sample_ids",
+    "plane.save_checkpoint", "trainer.prepare",
 )  # fmt: skip
 """Once past its deadline, such a call keeps its section: it may still be writing."""
 
@@ -656,9 +676,10 @@ def check_left(run: HostileRun, end: str | BaseException) -> Iterator[str]:
 
 
 def holds_timeout(end: object) -> bool:
-    while isinstance(end, BaseException) and not isinstance(end, CallTimeout):
+    late = CallTimeout | BarrierTimeout  # the latter where a late put was waited for
+    while isinstance(end, BaseException) and not isinstance(end, late):
         end = end.__cause__
-    return isinstance(end, CallTimeout | BarrierTimeout)  # the latter where a put is waited for
+    return isinstance(end, late)
 
 
 async def check_resume(run: HostileRun) -> None:
