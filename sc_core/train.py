@@ -300,13 +300,8 @@ class TrainPump:
             raise
 
     async def _clear(self, groups: Sequence[Group]) -> None:
-        rows = [row for group in groups for row in group.sample_ids]
-        try:
-            async with self._barrier.mutation("clear trained rows"):
-                await self._rows.clear(rows)
-        except BaseException:  # also a cancel before it began
-            self._rows.suspects.update(rows)
-            raise
+        async with self._barrier.mutation("clear trained rows"):
+            await self._rows.clear(row for group in groups for row in group.sample_ids)
 
     async def _call(
         self,

@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def settings(sampler: str, granularity: str, steps: int = STEPS) -> ControllerConfig:
     deadlines = ("rollout", "source", "data_plane", "snapshot", "estimator", "trainer",
                  "weight_sync", "disk")  # fmt: skip
@@ -133,6 +134,8 @@ FAULTS: dict[str, Callable[[HostileRun], Fault]] = {
     "answers a cancel with None": lambda run: faults.answers_a_cancel(None),
 }
 ALWAYS = ("raises always", "hangs always")
+AGAIN = ("engines.", "plane.put", "plane.write", "plane.clear", "disk.", "events.")
+"""Calls that are made again after a fault. Of others the first fault is the last."""
 ON_ASYNCIO = ("is cancelled natively", "its task is cancelled")
 AT_ONCE = ("raises once", "raises always", "raises after its effect",
            "is cancelled natively", "the run is cancelled")  # fmt: skip
@@ -522,22 +525,31 @@ HOLD_A_SECTION = (
 
 
 RESUME = ("at a resume",)
+IN_OUR_TASK = dict.fromkeys(
+    ["is cancelled", "is cancelled natively", "its task is cancelled"], "cancelled"
+)
+"""`restore` runs in the task of who calls it, which others may cancel."""
 RESTORE_CALLS: dict[str, Call] = {
     "store.is_untouched": Call(
-        r"store\.is_untouched|touched", RESUME, odd={"returns None": returns(None)}
+        r"store\.is_untouched|touched",
+        RESUME,
+        odd={"returns None": returns(None)},
+        ends=IN_OUR_TASK,
     ),
     "store.load_checkpoint": Call(
         r"store\.load_checkpoint|metadata|cut_digest",
         RESUME,
         odd={"returns None": returns(None), "returns nothing": returns({})},
+        ends=IN_OUR_TASK,
     ),
     "store.list_sample_ids": Call(
         r"store\.list_sample_ids|rows missing",
         RESUME,
         odd={"returns None": returns(None), "returns fewer rows": returns(frozenset())},
+        ends=IN_OUR_TASK,
     ),
-    "disk.read": Call(r"step_1|reading the bundles", RESUME),
-    "disk.sha256": Call(r"step_1|reading the bundles", RESUME),
+    "disk.read": Call(r"step_1|reading the bundles", RESUME, ends=IN_OUR_TASK),
+    "disk.sha256": Call(r"step_1|reading the bundles", RESUME, ends=IN_OUR_TASK),
     "connect.connect": Call(r"connect", RESUME, odd={"returns None": returns(None)}),
     "trainer.load": Call(r"trainer\.load", RESUME, odd=IGNORED, ends=TAKEN),
     "source.seek": Call(r"source\.seek", RESUME, odd=IGNORED, ends=TAKEN),
@@ -556,6 +568,8 @@ def cells_of(call: str) -> Iterator[tuple[Cell, Fault | None]]:
         names |= dict.fromkeys(("raises once", "raises always", *WAITING, "the run is cancelled"))
     else:
         names |= dict.fromkeys(FAULTS)
+    if not call.startswith(AGAIN):
+        names = {fault: odd for fault, odd in names.items() if fault not in ALWAYS}
     names |= spec.odd
     for turn, (fault, odd) in enumerate(names.items()):
         for granularity in spec.granularities:
@@ -594,6 +608,10 @@ async def live(run: HostileRun) -> str | BaseException:
                 result = await run.run()
             except Exception as exc:
                 return exc
+            except trio.Cancelled:
+                if not scope.cancel_called:
+                    return "cancelled"
+                raise
         if scope.cancelled_caught:
             return "cancelled"
     assert result is not None and result.step == STEPS, result
@@ -683,6 +701,7 @@ def holds_timeout(end: object) -> bool:
 
 
 async def check_resume(run: HostileRun) -> None:
+    run.cell = None
     bundles = run.bundles()
     newest = bundles[-1] if bundles else 0
     run.cell, run.hooks, run.config = None, None, settings("windowed", "prompt_group", newest + 1)
