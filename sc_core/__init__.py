@@ -35,6 +35,7 @@ from sc_core.errors import DataFailure as DataFailure
 from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
 from sc_core.errors import EnginesFailed as EnginesFailed
+from sc_core.errors import EstimatorError as EstimatorError
 from sc_core.errors import MissingRows as MissingRows
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
@@ -76,6 +77,10 @@ from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
 from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
+from sc_core.replay import Difference as Difference
+from sc_core.replay import ReplayReport as ReplayReport
+from sc_core.replay import replay as replay
+from sc_core.replay import replay_run as replay_run
 from sc_core.report import StallReport as StallReport
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
@@ -115,10 +120,12 @@ __all__ = [
     "DataFailure",
     "DataPlane",
     "DataPlaneError",
+    "Difference",
     "DiskLock",
     "EndOfPrompts",
     "EngineFleet",
     "EnginesFailed",
+    "EstimatorError",
     "EventSink",
     "Group",
     "GroupFilter",
@@ -135,6 +142,7 @@ __all__ = [
     "PromptSource",
     "PulledPrompt",
     "ReadyStore",
+    "ReplayReport",
     "RestoreError",
     "RestoreOrderError",
     "RolloutError",
@@ -175,6 +183,8 @@ __all__ = [
     "in_thread",
     "inline",
     "newest_valid",
+    "replay",
+    "replay_run",
     "restore",
     "root_cause",
     "settle",

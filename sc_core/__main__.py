@@ -22,6 +22,7 @@ from sc_core.config import ControllerConfig, decode
 from sc_core.errors import ConfigError, NoValidBundle, RestoreError, ScError
 from sc_core.manifest import MANIFEST, parse_name
 from sc_core.outlook import outlook
+from sc_core.replay import replay_log, replay_run
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 
 SHOWN_VIOLATIONS = 20
@@ -209,9 +210,12 @@ def audit_command(args: argparse.Namespace) -> int:
     if not log.is_file():
         raise UsageError(f"{run} has no {EVENTS}: is it the directory of a run?")
     report = audit_run(run, key=bundle_key()) if run.is_dir() else audit_log(log)
+    replayed = replayed_of(run, log) if args.replay else None
+    ok = report.ok and (replayed is None or replayed["ok"])
     if args.json:
-        show_json({"ok": report.ok, "summary": str(report), **msgspec.to_builtins(report)})
-        return 0 if report.ok else 1
+        summary = {"ok": ok, "summary": str(report), **msgspec.to_builtins(report)}
+        show_json(summary if replayed is None else {**summary, "replay": replayed})
+        return 0 if ok else 1
     print(log)
     for name, fact in audit_facts(report).items():
         print(f"  {name:<20}{fact}")
@@ -220,7 +224,18 @@ def audit_command(args: argparse.Namespace) -> int:
     if report.violation_count > SHOWN_VIOLATIONS:
         print(f"  and {report.violation_count - SHOWN_VIOLATIONS} more")
     print(report)
-    return 0 if report.ok else 1
+    if replayed is not None:
+        print(replayed["summary"])
+    return 0 if ok else 1
+
+
+def replayed_of(run: Path, log: Path) -> dict[str, Any]:
+    """What a replay found, or why there can be none."""
+    try:
+        report = replay_run(run, key=bundle_key()) if run.is_dir() else replay_log(log)
+    except RestoreError as exc:
+        return {"ok": False, "summary": f"no replay: {exc}"}
+    return {"ok": report.ok, "summary": str(report), **msgspec.to_builtins(report)}
 
 
 def audit_facts(report: AuditReport) -> dict[str, str]:
@@ -312,6 +327,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--config", metavar="FILE", help="say what a resume with it would do")
     one = command("audit", audit_command, "check that no prompt was lost or trained twice")
     one.add_argument("run", metavar="RUN", help="the directory of a run, or its events.jsonl")
+    one.add_argument(
+        "--replay", action="store_true", help="also ask the sampler again at every decision"
+    )
     return top
 
 

@@ -16,8 +16,9 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import at_once, ended_from_outside, in_tree, settle
 from sc_core.errors import WrongAnswer
+from sc_core.estimates import MASKED, check_estimates, check_reads_masks
 from sc_core.ports import AdvantageEstimator, Runner
-from sc_core.records import Batch, Group
+from sc_core.records import Batch, Group, masks_of
 from sc_core.returned import check_columns
 from sc_core.rows import Rows
 
@@ -43,6 +44,7 @@ class AdvantageStage:
         self._barrier = barrier
         self._estimator = estimator
         self._runner = runner
+        self._names: frozenset[str] | None = None  #: of the columns that the estimator makes
         self._deadline_s = deadline_s  #: of a heavy estimate; a light one can't be ended
 
     async def run(self, batch: Batch) -> None:
@@ -52,9 +54,12 @@ class AdvantageStage:
         same rows gives the same columns.
 
         Raises:
+            EstimatorError: it returned what can't be trained on, or does not know of masked
+                rows and was given some; names the group.
             WrongAnswer, CallFailed, CallTimeout: the estimator's fault.
             DataPlaneError, CallTimeout: the data plane's.
         """
+        check_reads_masks(batch, self._estimator.select_fields)
         read, to_estimate = anyio.create_memory_object_stream[_Slice](1)
         estimated, to_write = anyio.create_memory_object_stream[_Slice](1)
         written = 0
@@ -75,10 +80,14 @@ class AdvantageStage:
         return written
 
     async def _fetch(self, batch: Batch, send: MemoryObjectSendStream[_Slice]) -> None:
+        wanted = self._estimator.select_fields
+        stored = [name for name in wanted if name != MASKED]
         async with send:
             for groups in _slices(batch.groups):
                 ids = tuple(row for group in groups for row in group.sample_ids)
-                columns = await self._rows.get(ids, self._estimator.select_fields)
+                columns = await self._rows.get(ids, stored)
+                if MASKED in wanted:
+                    columns[MASKED] = [one for group in groups for one in masks_of(group)]
                 await send.send((ids, tuple(len(g.sample_ids) for g in groups), columns))
 
     async def _estimate(
@@ -97,7 +106,9 @@ class AdvantageStage:
                     )
                 else:
                     estimated = at_once(_ESTIMATE, estimate, columns, sizes)
+                read = self._estimator.select_fields
                 columns = check_columns(estimated, _ESTIMATE, (), len(ids), WrongAnswer)
+                self._names = check_estimates(columns, ids, read=read, names=self._names)
                 await send.send((ids, sizes, columns))
 
 

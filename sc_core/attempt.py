@@ -187,7 +187,10 @@ class GroupBuilder:
         """Either the group is in the data plane and the index, or nothing changed."""
         state, group_id = self._state, record.group_id
         rewards = [sample.reward for sample in samples]
-        if self._filter is not None and not at_once(_KEEP, self._filter.keep, rewards):
+        masked = [number for number, sample in enumerate(samples) if sample.masked]
+        if self._filter is not None and not at_once(
+            _KEEP, self._filter.keep, _trained(rewards, masked)
+        ):
             state.dropped(record.ordinal, "filtered")
             return False
         names = samples[0].fields.keys()
@@ -201,6 +204,7 @@ class GroupBuilder:
                 rewards=rewards,
                 tokens=sum(sample.tokens for sample in samples),
                 end_weight_version=max(self._end_version(sample) for sample in samples),
+                masked=masked,
             )
 
         section = self._barrier.mutation(f"commit {group_id}")
@@ -214,7 +218,10 @@ class GroupBuilder:
         record = self._state.ledger.get(ordinal)
         assert record is not None
         rewards = [one.reward for one in record.finished]
-        if self._filter is not None and not at_once(_KEEP, self._filter.keep, rewards):
+        masked = [one.sibling for one in record.finished if one.masked]
+        if self._filter is not None and not at_once(
+            _KEEP, self._filter.keep, _trained(rewards, masked)
+        ):
             await self.drop(ordinal, lambda: self._state.dropped(ordinal, "filtered"))
             return False
         section = self._barrier.mutation(f"commit {record.group_id}")
@@ -226,6 +233,7 @@ class GroupBuilder:
                 tokens=sum(one.tokens for one in record.finished),
                 end_weight_version=max(one.end_weight_version for one in record.finished),
                 rows=[one.sample_id for one in record.finished],
+                masked=masked,
             )
         return True
 
@@ -243,6 +251,7 @@ class GroupBuilder:
                     tokens=sample.tokens,
                     end_weight_version=self._end_version(sample),
                     columns=_columns(sample),
+                    masked=sample.masked,
                 ),
             )
 
@@ -277,6 +286,11 @@ def _first(failed: BaseExceptionGroup[AttemptFailed]) -> AttemptFailed:
         error = error.exceptions[0]
     assert isinstance(error, AttemptFailed)
     return error
+
+
+def _trained(rewards: Sequence[float], masked: Sequence[int]) -> Sequence[float]:
+    """The rewards of the siblings that are trained on."""
+    return [r for number, r in enumerate(rewards) if number not in masked] if masked else rewards
 
 
 def _columns(sample: Sample) -> tuple[str, ...]:

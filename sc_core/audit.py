@@ -86,8 +86,8 @@ def audit_log(path: str | Path, bundles: Iterable[tuple[str, Cut]] = ()) -> Audi
 
 def _audit(read: Callable[[], Iterator[Event]], bundles: Iterable[tuple[str, Cut]]) -> AuditReport:
     findings = Findings()
-    lives = _lives(read(), findings)
-    history = _history(lives, findings)
+    lives = lives_in(read(), findings)
+    history = history_of(lives, findings)
     if findings.count:  # what came after what is not known, so nothing more can be said
         return AuditReport(
             history=tuple(history),
@@ -141,7 +141,7 @@ def _audit(read: Callable[[], Iterator[Event]], bundles: Iterable[tuple[str, Cut
     )
 
 
-def _lives(events: Iterable[Event], findings: Findings) -> dict[str, Life]:
+def lives_in(events: Iterable[Event], findings: Findings) -> dict[str, Life]:
     """All incarnations with all their events, in the order in which they began."""
     began: dict[str, Event] = {}
     last_seq: dict[str, int] = {}
@@ -171,7 +171,7 @@ def _lives(events: Iterable[Event], findings: Findings) -> dict[str, Life]:
     }
 
 
-def _history(lives: Mapping[str, Life], findings: Findings) -> list[Life]:
+def history_of(lives: Mapping[str, Life], findings: Findings) -> list[Life]:
     """What counts for the last incarnation, oldest first."""
     if not lives:
         return []
@@ -206,13 +206,16 @@ def audit_run(run: str | Path, disk: Disk = LOCAL, *, key: bytes | None = None) 
         RestoreError: a complete line of the log is not an event.
     """
     refused: dict[str, str] = {}
-
-    def intact() -> Iterator[tuple[str, Cut]]:
-        for path in reversed(candidates(Path(run) / CHECKPOINTS, disk)):
-            try:
-                yield path.name, verify(path, disk, key=key).cut
-            except RestoreError as exc:
-                refused[path.name] = str(exc)
-
-    report = audit_log(Path(run) / EVENTS, intact())
+    report = audit_log(Path(run) / EVENTS, intact_bundles(run, disk, key, refused))
     return msgspec.structs.replace(report, other_bundles={**report.other_bundles, **refused})
+
+
+def intact_bundles(
+    run: str | Path, disk: Disk, key: bytes | None, refused: dict[str, str]
+) -> Iterator[tuple[str, Cut]]:
+    """Name and cut of a run's bundles, oldest first; why others are damaged goes to `refused`."""
+    for path in reversed(candidates(Path(run) / CHECKPOINTS, disk)):
+        try:
+            yield path.name, verify(path, disk, key=key).cut
+        except RestoreError as exc:
+            refused[path.name] = str(exc)

@@ -152,7 +152,7 @@ class Books:
             self._stopped = kind == "stopped"
             if event.step is not None and event.step < self.step:
                 self._wrong(event, f"{kind} goes back to step {event.step} from step {self.step}")
-        elif kind != "checkpoint":
+        elif kind not in ("checkpoint", "exhausted"):
             self._of_prompt(event)
         if kind in ("resumed", "trained", "weight_sync"):
             self._at_version(event)

@@ -10,9 +10,9 @@ from sc_core.records import LedgerRecord
 from sc_core.state import DRAINED, EVALUATED, GROUPS_READY, PUBLISHED, RunState
 from sc_core.waits import Wait, seconds
 
-_STANDING = frozenset(
-    {"watchdog", "rollout pump", "finaliser", "time budget", "stop in time", "end in time"}
-)
+WATCHING = frozenset({"watchdog", "stop in time", "end in time"})
+"""Tasks that look on: no news in a report."""
+_STANDING = WATCHING | {"rollout pump", "finaliser", "time budget"}
 """Tasks beside the train pump for all of the run; any other child of it works for it."""
 
 
@@ -69,8 +69,7 @@ class _Case:
         if pump.kind == "barrier":
             return f"{closed}{pump.what}, is not free: {self._holder()}"
         if pump.kind != "call":  # it waits for a child of its own
-            own = [w for w in self._waits if w.depth == 1 and w.task not in _STANDING]
-            pump = max(own or self._waits, key=_age)
+            pump = max(self._own_children() or self._waits, key=_age)
         return f"{closed}{_overdue(pump)}"
 
     # the train pump waits for groups ----------------------------------------------------
@@ -165,6 +164,16 @@ class _Case:
             return f"an evaluation is under way: {self._oldest(held_out)}"
         others = f"groups in flight: {self._state.ledger.in_flight_count}"
         return f"an evaluation waits for a slot; {others}; {self._oldest(attempts)}"
+
+    def _own_children(self) -> list[Wait]:
+        """The tasks below the train pump that work for it, and theirs."""
+        found, counts = [], False
+        for wait in self._waits[1:]:
+            if wait.depth == 1:
+                counts = wait.task not in _STANDING
+            if counts:
+                found.append(wait)
+        return found
 
     # who waits --------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from sc_core.budget import MUST_SAVE_BY, stop_in_time
 from sc_core.bundle import BundleStore
 from sc_core.calls import at_once, ended_from_outside, in_thread, in_tree, settle
 from sc_core.config import ControllerConfig
+from sc_core.decisions import DecisionSettings
 from sc_core.errors import (
     ConfigError,
     RestoreOrderError,
@@ -455,6 +456,9 @@ class SingleController:
         """Bring store, trainer and source to the bundle's instant, before any pump starts."""
         config, ports, state, bundle = self._config, self._ports, self._state, self._bundle
         deadlines, ledger = config.async_rl.deadlines, state.ledger
+        settings = msgspec.to_builtins(
+            DecisionSettings.of(config, state.places.capacity, ports.sampler)
+        )
         call = "data_plane.list_sample_ids"
         listed = check_rows(await settle(call, deadlines.data_plane_s, plane.list_sample_ids), call)
         if bundle is None:
@@ -463,7 +467,7 @@ class SingleController:
                     f"a fresh start found {len(listed)} rows in the data plane: the store was"
                     " touched after it was proven untouched"
                 )
-            state.record("run_started", step=0, weight_version=0)
+            state.record("run_started", step=0, weight_version=0, settings=settings)
             self._begun = True
             return
         cut = bundle.cut
@@ -488,23 +492,15 @@ class SingleController:
             digest=bundle.digest,
             step=cut.step,
             weight_version=cut.weight_version,
+            settings=settings,
         )
         self._begun = True
-        if not config.checkpointing.load_replay_buffer:
-            for group in ledger.index.groups():
-                state.regenerated(group, reason="load_replay_buffer is false")
-        changed = (cut.sampler, cut.prompts_per_step) != (
-            self._sampler.name,
-            ledger.prompts_per_step,
-        )
-        regenerated = not config.checkpointing.load_replay_buffer
-        if self._sampler.stamps_targets and (changed or regenerated):
-            ledger.retarget(untargeted=True)
-        state.close_gap()
+        state.restored(cut, load_replay_buffer=config.checkpointing.load_replay_buffer)
         await settle(
             "trainer.load", deadlines.trainer_s, lambda: ports.trainer.load(bundle.policy_dir)
         )
         await settle("source.seek", deadlines.source_s, lambda: ports.source.seek(cut.position))
+        ledger.exhausted = False  # it says so again, unless it was given more epochs meanwhile
 
     def _take_cut(self, rows: Rows) -> tuple[Cut, tuple[int, int]]:
         ports, ledger = self._ports, self._state.ledger

@@ -251,6 +251,8 @@ def _check_rows(cut: Cut) -> None:
                 f"index: group {group.group_id} has {len(group.sample_ids)} rows, not"
                 f" {cut.group_size}"
             )
+        if group.masked:
+            _check_masked(group)
         for row in group.sample_ids:
             if row in owner:
                 raise BundleInconsistent(
@@ -262,6 +264,15 @@ def _check_rows(cut: Cut) -> None:
             raise BundleInconsistent(
                 f"row {row} is to be cleared as suspect, but belongs to {owner[row]}"
             )
+
+
+def _check_masked(group: Group) -> None:
+    masked, siblings = list(group.masked), len(group.sample_ids)
+    if masked != sorted(set(masked)) or not 0 <= masked[0] <= masked[-1] < siblings:
+        raise BundleInconsistent(
+            f"index: group {group.group_id} has masked siblings {masked}; they are distinct,"
+            f" ascending and below {siblings}"
+        )
 
 
 def _check_evaluation(evaluation: Evaluation, cut: Cut) -> None:

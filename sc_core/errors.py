@@ -134,6 +134,10 @@ class RowsNotCleared(DataPlaneError):
         )
 
 
+class EstimatorError(ScError, ValueError):
+    """An advantage estimator returned what can't be trained on."""
+
+
 class WeightSyncError(ScError, RuntimeError):
     """Engines did not confirm the weight version they were given."""
 

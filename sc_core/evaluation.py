@@ -250,7 +250,7 @@ class Evaluator:
 
         async with anyio.create_task_group() as tg:
             for sibling in range(self._siblings):
-                tg.start_soon(one, sibling)
+                tg.start_soon(one, sibling, name="sibling")
         if failures:
             raise next((one for one in failures if isinstance(one, WorkerDied)), failures[0])
         if len(samples) < self._siblings:

@@ -46,6 +46,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     engines: tuple[str, ...] | None = None
     """`weight_sync`: those that confirmed the version. Left out where they are the same as at
     the last sync of the same incarnation."""
+    settings: Mapping[str, Any] | None = None
+    """`run_started`, `resumed`: what decisions follow from, as `DecisionSettings` has it."""
 
 
 _decode = msgspec.json.Decoder(Event).decode

@@ -12,6 +12,7 @@ class ZeroVarianceFilter:
     Rewards count as equal when the greatest and the smallest differ by at most `tolerance`, in
     units of reward. The default, 0, asks for equal floats; set it where rewards are computed
     with rounding. A group with a reward that is not finite is kept, for others to complain about.
+    One without a sibling to train on is dropped.
     """
 
     def __init__(self, tolerance: float = 0.0) -> None:
@@ -23,4 +24,6 @@ class ZeroVarianceFilter:
         """Whether `rewards`, one per sibling, differ."""
         if not all(map(math.isfinite, rewards)):
             return True
+        if not rewards:
+            return False
         return max(rewards) - min(rewards) > self._tolerance

@@ -258,10 +258,12 @@ class Ledger:
         tokens: int,
         end_weight_version: int,
         rows: Sequence[SampleId] | None = None,
+        masked: Sequence[int] = (),
     ) -> Group:
         """In flight to committed; the index has its group, of one row per reward.
 
-        `rows` are those of finished siblings; None: those of this attempt.
+        `rows` are those of finished siblings; None: those of this attempt. `masked` are the
+        siblings that are not trained on.
         """
         old = self._in_state("commit", ordinal, "in_flight")
         start = old.start_weight_version
@@ -273,6 +275,8 @@ class Ledger:
         if not rewards:
             raise Conservation(f"commit: group {old.group_id} has no rows")
         group_id = old.group_id
+        counted = [r for n, r in enumerate(rewards) if n not in masked] if masked else rewards
+        counted = counted or rewards
         group = Group(
             group_id=group_id,
             ordinal=ordinal,
@@ -281,8 +285,9 @@ class Ledger:
             end_weight_version=end_weight_version,
             commit_seq=self._next_commit_seq,
             target_step=old.target_step,
-            reward=math.fsum(rewards) / len(rewards),
+            reward=math.fsum(counted) / len(counted),
             tokens=tokens,
+            masked=tuple(masked),
         )
         self.index.add(group)
         self._put(replace(old, state="committed", finished=()))

@@ -70,6 +70,13 @@ def outlook(
         ledger.retarget(untargeted=True)
     if short := sum(cut.short_steps.values()):
         notes.append(f"makes steps to come shorter, by {_count(short, 'group')} that failed")
+    evaluation = cut.evaluation
+    if evaluation is not None and evaluation.summary is None and config.grpo.evaluates:
+        missing = evaluation.prompts - len(evaluation.results)
+        notes.append(
+            f"finishes the evaluation of step {cut.step}: {missing} of its {evaluation.prompts}"
+            " prompts are left, if they are still the same"
+        )
     before = {record.ordinal: record.target_step for record in cut.records}
     moved = sum(record.target_step != before[record.ordinal] for record in ledger.records())
     if moved:
@@ -89,7 +96,7 @@ def outlook(
             " in before a place is free"
         )
     if cut.exhausted:
-        notes.append("gets no new prompts: the source had ended")
+        notes.append("asks the source once more, which had no more prompts")
     return Outlook(notes=tuple(notes))
 
 

@@ -130,10 +130,13 @@ class Trainer(Protocol):
         """Open a step: gradients are empty afterwards."""
 
     async def train_microbatches(self, batch: Batch) -> None:
-        """Accumulate the gradient of one chunk of the open step."""
+        """Accumulate the gradient of one chunk of the open step, from `batch.trained_ids` alone."""
 
     async def finish_step(self) -> Mapping[str, float]:
-        """Apply the accumulated gradient and close the step; returns metrics (`loss`, …)."""
+        """Apply the accumulated gradient and close the step; returns metrics (`loss`, …).
+
+        A step in which no row was trained on is finished all the same, with finite metrics.
+        """
 
     async def abandon_step(self) -> None:
         """Close the open step; weights, gradients and RNG are as before `begin_step`."""
@@ -194,7 +197,12 @@ class AdvantageEstimator(Protocol):
         rather than on the event loop, where nothing can end it."""
 
     def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
-        """Columns in, new columns out; rows of one group are neighbours, groups in order."""
+        """Columns in, new columns out; rows of one group are neighbours, groups in order.
+
+        Each new column has one finite value per row: a number, an array of numbers, or a list
+        of them. One that reads the column `masked` is given a bool for every row; masked rows
+        move no baseline, and nothing is learnt from what they get.
+        """
 
 
 class IndexView(Protocol):
@@ -288,7 +296,10 @@ class Sampler(Protocol):
 
 class GroupFilter(Protocol):
     def keep(self, rewards: Sequence[float]) -> bool:
-        """Whether a finished group is worth training on; a dropped one is recorded as such."""
+        """Whether a finished group is worth training on; a dropped one is recorded as such.
+
+        `rewards` are those of the siblings that are not masked. There may be none.
+        """
 
 
 class EventSink(Protocol):
@@ -324,6 +335,6 @@ class Runner(Protocol):
 
 EventKind = Literal[
     "run_started", "resumed", "admitted", "dispatched", "committed", "selected", "abandoned",
-    "trained", "dropped", "evicted", "aborted", "redispatched", "weight_sync", "checkpoint",
-    "stopped",
+    "trained", "dropped", "evicted", "aborted", "redispatched", "exhausted", "weight_sync",
+    "checkpoint", "stopped",
 ]  # fmt: skip

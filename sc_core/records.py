@@ -51,6 +51,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  #: generated tokens
     end_weight_version: int | None = None
     """Version that produced the last token; None stands for the controller's at completion."""
+    masked: bool = False
+    """Not to be trained on (cut off at the length limit, say): it moves no baseline, and has no
+    part in the loss. It counts as a sibling like any other."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -63,8 +66,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     end_weight_version: int
     commit_seq: int  #: position in the order of commits, over the whole run
     target_step: int | None = None  #: weight version it is meant for, under `in_order`
-    reward: float = 0.0  #: mean over siblings
+    reward: float = 0.0  #: mean over the siblings that are not masked; if all are, over all
     tokens: int = 0  #: generated tokens, all siblings together
+    masked: tuple[int, ...] = ()  #: siblings that are not trained on, ascending
+
+
+def masks_of(group: Group) -> list[bool]:
+    """Of each row of a group, whether it is masked."""
+    if not group.masked:
+        return [False] * len(group.sample_ids)
+    return [sibling in group.masked for sibling in range(len(group.sample_ids))]
 
 
 class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -76,6 +87,7 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tokens: int
     end_weight_version: int
     columns: tuple[str, ...] = ()  #: names, sorted: all siblings of a group have the same
+    masked: bool = False  #: as in `Sample`
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -119,6 +131,18 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sample_ids(self) -> tuple[SampleId, ...]:
         return tuple(row for group in self.groups for row in group.sample_ids)
+
+    @property
+    def trained_ids(self) -> tuple[SampleId, ...]:
+        """The rows that are not masked: what a gradient may come from. There may be none."""
+        if not any(group.masked for group in self.groups):
+            return self.sample_ids
+        return tuple(
+            row
+            for group in self.groups
+            for row, masked in zip(group.sample_ids, masks_of(group), strict=True)
+            if not masked
+        )
 
     @property
     def group_sizes(self) -> tuple[int, ...]:

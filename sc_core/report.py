@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
-from sc_core.causes import likely_cause
+from sc_core.causes import WATCHING, likely_cause
 from sc_core.config import ControllerConfig
 from sc_core.records import LedgerRecord
 from sc_core.state import RunState
@@ -51,8 +51,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int
     trained_s: float | None  #: since the last step was trained, in this process life
     gate_closed_for: str | None
-    engines: tuple[str, ...]  #: that confirmed the last weight sync
-    engines_out: Mapping[str, str]  #: put out of service, and why
     stop_reason: str | None
     barrier: BarrierStatistics
     places_held: int
@@ -66,7 +64,7 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     last_drops: tuple[str, ...]
     last_failures: tuple[str, ...]
-    tasks: tuple[str, ...]  #: the task tree, indented
+    tasks: tuple[str, ...]  #: the task tree, indented, without those that look on
 
     def __str__(self) -> str:
         return "\n".join(
@@ -84,7 +82,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
             "step": f"{self.step}, weight version {self.weight_version}; last trained: {trained}",
             "progress": f"{seconds(self.quiet_s)} ago; since then: {since or 'nothing'}",
             "gate": "open" if self.gate_closed_for is None else f"closed: {self.gate_closed_for}",
-            "engines": self._engines(),
             "stop": self.stop_reason or "",
             "barrier": _barrier_line(self.barrier),
             "places": f"{self.places_held} of {self.places_capacity} held",
@@ -98,11 +95,6 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
         }
         lines = [f"  {name:<10} {text}" for name, text in told.items() if text]
         return [*lines, "  tasks", *(f"    {line}" for line in self.tasks)]
-
-    def _engines(self) -> str:
-        serve = f"{len(self.engines)} confirmed the last weight sync"
-        out = [f"{engine} is out: {reason}" for engine, reason in self.engines_out.items()]
-        return _listed([serve, *out], _SHOWN, "; ")
 
 
 class Reporter:
@@ -146,8 +138,6 @@ class Reporter:
             weight_version=ledger.weight_version,
             trained_s=None if state.trained_at is None else now - state.trained_at,
             gate_closed_for=state.gate_closed_for,
-            engines=state.engines or (),
-            engines_out=dict(state.engines_out),
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),
             places_held=state.places.held,
@@ -166,7 +156,7 @@ class Reporter:
             dropped=ledger.counters["dropped"],
             last_drops=tuple(state.last_drops),
             last_failures=tuple(state.last_failures),
-            tasks=tuple(tree(waits)),
+            tasks=tuple(tree([wait for wait in waits if wait.task not in WATCHING])),
         )
 
 

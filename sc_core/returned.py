@@ -56,6 +56,8 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
             f"{whose()} ended at weight version {end}, not between its start at"
             f" {weight_versions[0]} and the present {weight_versions[-1]}"
         )
+    if sample.masked is not True and sample.masked is not False:
+        raise RolloutError(f"{whose()} has masked = {sample.masked!r}, which is no bool")
     if tokens not in _TOKENS:
         raise RolloutError(f"{whose()} has {tokens} tokens")
     if not abs(reward) < _MOST:

@@ -19,7 +19,7 @@ from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
 from sc_core.ports import EventKind, EventSink, Sampler
-from sc_core.records import Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
+from sc_core.records import Cut, Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,16 @@ _REASONS = 3  #: of failures and drops, kept for a report; the event log has all
 class RunState:
     """The live state of one run."""
 
-    def __init__(self, ledger: Ledger, places: Places, sampler: Sampler, events: EventSink) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        places: Places,
+        sampler: Sampler,
+        events: EventSink,
+        *,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self._clock = clock  #: a replay has none
         self.ledger = ledger
         self.places = places
         self.sampler = sampler
@@ -80,7 +89,7 @@ class RunState:
 
     def end_of_prompts(self) -> None:
         self.ledger.end_of_prompts()
-        self.touch()
+        self._emit("exhausted")
 
     def dispatched(self, ordinal: int, stamp: Stamp | None) -> LedgerRecord:
         if ordinal not in self.places:
@@ -164,6 +173,7 @@ class RunState:
         tokens: int,
         end_weight_version: int,
         rows: Sequence[SampleId] | None = None,
+        masked: Sequence[int] = (),
     ) -> Group:
         group = self.ledger.commit(
             ordinal,
@@ -171,6 +181,7 @@ class RunState:
             tokens=tokens,
             end_weight_version=end_weight_version,
             rows=rows,
+            masked=masked,
         )
         self._emit(
             "committed",
@@ -201,7 +212,7 @@ class RunState:
         self.close_gap()
         self.gate_closed_for = f"weight sync of version {self.ledger.weight_version}"
         self.progress += 1
-        self.trained_at = anyio.current_time()
+        self.trained_at = self._clock()
         self._record_each(
             "trained", groups, step=self.ledger.step, weight_version=self.ledger.weight_version
         )
@@ -230,6 +241,22 @@ class RunState:
         self._emit("redispatched", ordinal=group.ordinal, group_id=record.group_id, reason=reason)
 
     # the run --------------------------------------------------------------------------
+
+    def restored(self, cut: Cut, *, load_replay_buffer: bool) -> None:
+        """Make the ledger of `cut` fit the settings of now, before anything starts.
+
+        Targets are given anew where sampler or step size changed, or where the committed groups
+        go out again.
+        """
+        ledger = self.ledger
+        if not load_replay_buffer:
+            for group in ledger.index.groups():
+                self.regenerated(group, reason="load_replay_buffer is false")
+        now = self.sampler.name, ledger.prompts_per_step
+        changed = (cut.sampler, cut.prompts_per_step) != now
+        if self.sampler.stamps_targets and (changed or not load_replay_buffer):
+            ledger.retarget(untargeted=True)
+        self.close_gap()
 
     def record(self, kind: EventKind, **fields: Any) -> None:
         """Tell the event log of something that changes neither ledger nor places."""

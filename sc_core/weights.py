@@ -102,7 +102,9 @@ class WeightUpdates:
 
         Pause, transfer and resume are awaited to their end although cancelled. Whatever fails,
         engines that were paused are resumed, or declared out of service by name. A failure
-        leaves the gate closed and must end the run, as a cancel does.
+        leaves the gate closed and must end the run, as a cancel does. Each try of a call takes
+        `weight_sync_s` at most, and there are as many as `weight_sync_attempts`, plus one for
+        each time that engines are put out of service.
 
         Raises:
             EnginesFailed: engines failed that the fleet can't do without.

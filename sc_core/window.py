@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import anyio
+import anyio.lowlevel
 
 from sc_core.barrier import CheckpointBarrier
 from sc_core.bundle import BundleStore, Staged
@@ -76,6 +77,7 @@ class CheckpointWindow:
                 self._deadlines.trainer_s,
                 lambda: self._trainer.save(staged.policy_dir),
             )
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the calls before were shielded
             asked = anyio.current_time()
             async with self._barrier.checkpoint(
                 f"checkpoint of step {step}", deadline_s=self._deadlines.trainer_s
@@ -83,6 +85,7 @@ class CheckpointWindow:
                 lap.add("barrier_wait_seconds", anyio.current_time() - asked)
                 with lap("exclusive_hold_seconds"):
                     cut, digest = await self._snapshot(staged, lap)
+            await anyio.lowlevel.checkpoint_if_cancelled()
             self._finaliser.submit(Job(staged, cut, digest, dict(metrics), ft_only))
             self._longest_s = max(self._longest_s, anyio.current_time() - began)
         self.timings = lap.seconds

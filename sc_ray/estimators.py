@@ -22,13 +22,14 @@ class GrpoAdvantages:
     With `leave_one_out` the baseline is the mean of the *other* siblings and unbiased (Kool et
     al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"); with `mean` it is the mean of
     all. `normalize_by_std` divides by the group's sample standard deviation; a group whose
-    rewards are all equal gets zeros either way.
+    rewards are all equal gets zeros either way. Masked siblings get zeros and count for nothing,
+    as does the last one that is left in a group of which the others are masked.
 
     Raises:
         ConfigError: a group of `group_size` has nobody to compare with.
     """
 
-    select_fields: tuple[str, ...] = ("reward",)
+    select_fields: tuple[str, ...] = ("reward", "masked")
     heavy: bool = False
 
     def __init__(
@@ -52,6 +53,7 @@ class GrpoAdvantages:
         """One `advantage` of shape `[1]` per row, from one `reward` of shape `[1]` per row.
 
         Rows of a group are neighbours; `group_sizes` says how many each group has, in order.
+        `masked`, where it is given, has one bool per row.
 
         Raises:
             DataPlaneError: the sizes do not add up to the rows.
@@ -64,6 +66,14 @@ class GrpoAdvantages:
             return {"advantage": []}
         rewards = torch.cat([torch.as_tensor(row).reshape(1).double() for row in rows])
         advantages = [self._of_group(group) for group in torch.split(rewards, list(group_sizes))]
+        masked = columns.get("masked", ())
+        if any(masked):
+            trained, first = ~torch.tensor(list(masked), dtype=torch.bool), 0
+            for number, size in enumerate(group_sizes):
+                group = slice(first, first + size)
+                if not trained[group].all():
+                    advantages[number] = self._of_some(rewards[group], trained[group])
+                first += size
         return {"advantage": list(torch.cat(advantages).float().reshape(-1, 1))}
 
     def _of_group(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -76,6 +86,12 @@ class GrpoAdvantages:
         if self._baseline == "leave_one_out":
             centred = rewards - (rewards.sum() - rewards) / (siblings - 1)
         return centred / rewards.std() if self._normalize_by_std else centred
+
+    def _of_some(self, rewards: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        advantages = torch.zeros_like(rewards)
+        if int(trained.sum()) >= self._smallest_group:
+            advantages[trained] = self._of_group(rewards[trained])
+        return advantages
 
     def _too_small(self, siblings: int) -> str:
         which = self._baseline + (" with normalize_by_std" if self._normalize_by_std else "")

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import anyio
@@ -29,6 +29,7 @@ from sc_core.testing import MemoryRun
 from sc_core.testing.data_plane import MemoryDataPlane, MemoryStore
 from sc_core.testing.schedule import run_alone
 from sc_core.verify import candidates, verify
+from sc_core.watchdog import Watchdog
 
 pytestmark = pytest.mark.anyio
 
@@ -39,8 +40,11 @@ def lives(run: MemoryRun) -> RunResult | None:
         return runner.run(run.run())
 
 
-def lives_until_cancelled(run: MemoryRun, name: str, which: int) -> RunResult | str:
-    """Live, and cancel the `which`-th task of that name before it has begun to run.
+IN_TREE = {"watchdog", "finaliser", "rollout pump", "prompts", "attempt", "sibling"}
+
+
+def lives_until_cancelled(run: MemoryRun, names: Set[str], which: int) -> RunResult | str:
+    """Live, and cancel the `which`-th task of these names before it has begun to run.
 
     Returns the result, or what the run said when it was cancelled.
     """
@@ -50,7 +54,7 @@ def lives_until_cancelled(run: MemoryRun, name: str, which: int) -> RunResult | 
     def look() -> None:
         for task in sorted(asyncio.all_tasks() - set(seen), key=lambda task: task.get_name()):
             begun = inspect.getcoroutinestate(task.get_coro()) != inspect.CORO_CREATED  # type: ignore[arg-type]
-            if task.get_name().endswith(name) and not begun:
+            if task.get_name() in names and not begun:
                 seen.append(task)
                 if len(seen) == which + 1:
                     task.cancel()
@@ -187,7 +191,7 @@ def test_a_task_cancelled_before_it_began_costs_an_attempt_or_ends_the_run(
     run = MemoryRun(
         settings(granularity=granularity, async_rl=drain), range(100), latency=two_seconds
     )
-    result = lives_until_cancelled(run, "in_tree", which)
+    result = lives_until_cancelled(run, IN_TREE, which)
     if isinstance(result, str):
         assert audit(run.log.events).ok
         return
@@ -198,19 +202,21 @@ def test_a_task_cancelled_before_it_began_costs_an_attempt_or_ends_the_run(
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_run_cancelled_before_it_began_says_so() -> None:
-    said = lives_until_cancelled(MemoryRun(settings(), range(100)), "run.<locals>.tree", 0)
+    said = lives_until_cancelled(MemoryRun(settings(), range(100)), {"train pump"}, 0)
     assert said == "the run was cancelled by something outside this run"
 
 
-@pytest.mark.parametrize("task", ["watch", "stop_in_time"])
+@pytest.mark.parametrize(
+    "where, task", [(Watchdog, "watch"), (controller, "stop_in_time")], ids=["watch", "budget"]
+)
 def test_a_guard_cancelled_by_somebody_else_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, task: str
+    monkeypatch: pytest.MonkeyPatch, where: object, task: str
 ) -> None:
     async def cancelled(*_: Any) -> None:
         await anyio.sleep(3)
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(controller, task, cancelled)
+    monkeypatch.setattr(where, task, cancelled)
     config = settings(checkpointing={"checkpoint_must_save_by": "01:00:00:00"})
     with pytest.raises(CallCancelled, match="outside this run"):
         lives(MemoryRun(config, range(100), latency=two_seconds))

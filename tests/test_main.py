@@ -16,11 +16,12 @@ import msgspec
 import pytest
 
 from sc_core.__main__ import main
-from sc_core.audit import audit_log
+from sc_core.audit import audit_log, audit_run
 from sc_core.config import ControllerConfig, decode
 from sc_core.disk import LOCAL
 from sc_core.events import read_events
 from sc_core.records import Prompt
+from sc_core.replay import replay_run
 from sc_core.testing import MemoryRun
 from sc_core.verify import verify
 
@@ -404,6 +405,52 @@ def test_audit_names_a_broken_line(run: Path, command: Command) -> None:
     assert "events.jsonl: line 1 is not an event" in printed
     status, printed = command("audit", run, "--json")
     assert (status, json.loads(printed)["ok"]) == (1, False)
+
+
+def test_audit_asks_the_sampler_again(run: Path, command: Command) -> None:
+    status, printed = command("audit", "--replay", run)
+    assert status == 0
+    report = replay_run(run)
+    assert report.selections == 9 and report.bundles == ("step_3", "step_6", "step_9")
+    assert printed.splitlines()[-2:] == [str(audit_run(run)), str(report)]
+    assert str(report).startswith("the replay agrees: ")
+    status, printed = command("audit", "--replay", run / "events.jsonl", "--json")
+    result = json.loads(printed)
+    assert (status, result["ok"], result["replay"]["bundles"]) == (0, True, [])
+
+
+def test_audit_names_the_first_decision_that_differs(run: Path, command: Command) -> None:
+    log = run / "events.jsonl"
+    events = list(read_events(log))
+    first = [event.seq for event in events if event.event == "selected"][:4]
+    order = [*first[1:], first[0]]  # lawful, and not what a batch looks like
+    swapped = {seq: events[other - 1] for seq, other in zip(first, order, strict=True)}
+    log.write_bytes(
+        msgspec.json.Encoder().encode_lines(
+            msgspec.structs.replace(swapped.get(event.seq, event), seq=event.seq)
+            for event in events
+        )
+    )
+    assert command("audit", run)[0] == 0
+    status, printed = command("audit", "--replay", run)
+    assert status == 1
+    last = printed.splitlines()[-1]
+    assert last.startswith(f"the replay differs: seq {first[0]}: select: the log has selected ")
+    status, printed = command("audit", "--replay", "--json", run)
+    result = json.loads(printed)
+    assert (status, result["ok"], result["violation_count"]) == (1, False, 0)
+    found = result["replay"]["difference"]
+    assert (found["seq"], found["decision"]) == (first[0], "select")
+    assert found["view"]["ready"] >= 4
+
+
+def test_a_log_of_before_is_not_replayed(run: Path, command: Command) -> None:
+    log = run / "events.jsonl"
+    old = [msgspec.structs.replace(event, settings=None) for event in read_events(log)]
+    log.write_bytes(msgspec.json.Encoder().encode_lines(old))
+    status, printed = command("audit", "--replay", run)
+    assert status == 1
+    assert printed.splitlines()[-1].startswith("no replay: seq 1: run_started of incarnation ")
 
 
 # usage ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from make_bundles import make_cut
 
 from sc_core.config import ControllerConfig, decode
 from sc_core.outlook import Outlook, outlook
-from sc_core.records import Cut, LedgerRecord
+from sc_core.records import Cut, EvaluatedPrompt, Evaluation, LedgerRecord
 
 
 def config(**sections: Any) -> ControllerConfig:
@@ -107,9 +107,11 @@ def test_ready_groups_that_are_too_old_for_another_sampler_are_given_up() -> Non
     ) in outlook(older(make_cut()), config()).notes
 
 
-def test_a_source_that_had_ended_gives_no_more() -> None:
+def test_a_source_that_had_ended_is_asked_once_more() -> None:
     cut = msgspec.structs.replace(make_cut(), exhausted=True)
-    assert outlook(cut, config()).notes[-1] == "gets no new prompts: the source had ended"
+    assert (
+        outlook(cut, config()).notes[-1] == "asks the source once more, which had no more prompts"
+    )
 
 
 def test_what_was_in_flight_is_counted() -> None:
@@ -118,3 +120,18 @@ def test_what_was_in_flight_is_counted() -> None:
         make_cut(), records=records, groups=(), counters={"trained": 8, "dropped": 0}
     )
     assert not any("in flight" in note for note in outlook(cut, config()).notes)
+
+
+def test_an_evaluation_under_way_is_finished_where_there_are_evaluations() -> None:
+    result = EvaluatedPrompt(number=2, rewards=(1.0,))
+    under_way = Evaluation(
+        weight_version=make_cut().weight_version, fingerprint="f", prompts=4, results=(result,)
+    )
+    cut = msgspec.structs.replace(make_cut(), evaluation=under_way)
+    evaluating = config(grpo={"val_period": 2})
+    told = f"evaluation of step {cut.step}: 3 of its 4 prompts"
+    assert any(told in note for note in outlook(cut, evaluating).notes)
+    assert not any("evaluation" in note for note in outlook(cut, config()).notes)
+    finished = msgspec.structs.replace(under_way, summary={})
+    cut = msgspec.structs.replace(cut, evaluation=finished)
+    assert not any("evaluation" in note for note in outlook(cut, evaluating).notes)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from sc_core.audit import audit
@@ -68,8 +69,10 @@ async def told(run: MemoryRun, *, within_s: float = 1000) -> str:
     assert (stopped.event, stopped.reason) == ("stopped", f"failed: StallError: {error.cause}")
     assert audit(run.log.events).ok
     assert run.controller is not None
-    now = run.controller.statistics()
-    assert not now.barrier.holders and not now.barrier.waiters
+    barrier = run.controller.statistics().barrier
+    assert not barrier.waiters
+    # a section whose call hung stays closed: that call may write yet
+    assert all(held.age_s >= 500 for held in barrier.holders)
     return str(error)
 
 
@@ -242,6 +245,26 @@ async def test_a_sibling_that_returns_nothing_is_a_recorded_drop() -> None:
     assert result is not None and result.step == 4
     (dropped,) = (e for e in run.log.events if e.event == "dropped")
     assert dropped.ordinal == 3 and "3." in str(dropped.reason)
+
+
+async def test_a_held_out_prompt_that_never_returns_is_named() -> None:
+    async def one_hangs(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal < 0 and version == 2:
+            await anyio.sleep_forever()
+
+    data = msgspec.to_builtins(settings())
+    data["grpo"]["val_period"] = 2
+    run = MemoryRun(
+        decode(data, ControllerConfig),
+        range(50),
+        latency=a_second,
+        script=one_hangs,
+        held_out=["q"],
+    )
+    cause = (await told(run)).splitlines()[0]
+    assert (
+        "rollout of sibling " in cause and " of group val2.0.0 has not returned for 50 s" in cause
+    )
 
 
 # 5: the source -------------------------------------------------------------------------

@@ -115,18 +115,25 @@ async def test_a_step_that_is_being_finished_counts_also_in_a_hasty_stop() -> No
     nothing_is_left(run)
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("during", ["save", "snapshot", None])
 async def test_a_second_stop_without_a_checkpoint_gives_up_the_save_of_the_first(
-    again: bool,
+    during: str | None,
 ) -> None:
-    run = MemoryRun(settings(), range(50), latency=a_second)
+    async def now() -> None:
+        started(run).stop("now", checkpoint=False)
+        started(run).stop("or not")  # brings no save back
+        await anyio.sleep(5)
+
+    async def hooks(call: str, point: str) -> None:
+        if (call, point, during) == ("save_checkpoint", "midway", "snapshot"):
+            await now()
+
+    run = MemoryRun(settings(), range(50), latency=a_second, hooks=hooks)
     save = run.trainer.save
 
     async def slowly(directory: Path) -> None:
-        if again:
-            started(run).stop("now", checkpoint=False)
-            started(run).stop("or not")  # brings no save back
-        await anyio.sleep(5)
+        if during == "save":
+            await now()
         await save(directory)
 
     run.trainer.save = slowly  # type: ignore[method-assign]
@@ -134,7 +141,7 @@ async def test_a_second_stop_without_a_checkpoint_gives_up_the_save_of_the_first
     result = await run.run(crash_when=stop)
     assert result is not None
     assert (result.reason, result.stop_reason, result.step) == ("stopped", "soon", 3)
-    assert run.bundles() == ([] if again else [3])
+    assert run.bundles() == ([] if during else [3])
     nothing_is_left(run)
 
 

@@ -21,6 +21,7 @@ from sc_core.testing.events import MemoryEventLog as MemoryEventLog
 from sc_core.testing.faults import Fault as Fault
 from sc_core.testing.faults import Struck as Struck
 from sc_core.testing.faults import strike as strike
+from sc_core.testing.ports import LeaveOneOut as LeaveOneOut
 from sc_core.testing.ports import ListPrompts as ListPrompts
 from sc_core.testing.ports import ListValidation as ListValidation
 from sc_core.testing.ports import MeanBaseline as MeanBaseline

@@ -96,7 +96,7 @@ class MemoryTrainer:
     async def train_microbatches(self, batch: Batch) -> None:
         assert self._open is not None
         fields = ["tokens", "logprobs", "advantage"]
-        columns = await self._plane.get_samples(batch.sample_ids, fields)
+        columns = await self._plane.get_samples(batch.trained_ids, fields)
         self._open.append(_hash([columns[name] for name in fields]))
         self._ordinals += [group.ordinal for group in batch.groups]
 
@@ -271,21 +271,38 @@ class _Engine:
 
 
 class MeanBaseline:
-    """An `AdvantageEstimator`: reward less the mean of its group."""
+    """An `AdvantageEstimator`: reward less the mean of its group; 0 for masked siblings."""
 
-    select_fields = ("reward",)
+    select_fields = ("reward", "masked")
 
     def __init__(self, *, heavy: bool = False) -> None:
         self.heavy = heavy
 
     def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
         advantages: list[float] = []
-        rewards = columns["reward"]
         for size in group_sizes:
-            group = rewards[len(advantages) : len(advantages) + size]
-            mean = sum(group) / size
-            advantages += [reward - mean for reward in group]
+            rows = slice(len(advantages), len(advantages) + size)
+            advantages += self._of_group(columns["reward"][rows], columns["masked"][rows])
         return {"advantage": advantages}
+
+    def _of_group(self, rewards: Sequence[float], masked: Sequence[bool]) -> list[float]:
+        trained = [r for r, m in zip(rewards, masked, strict=True) if not m]
+        total, count = sum(trained), len(trained)
+        return [
+            0.0 if m else r - self._baseline(r, total, count)
+            for r, m in zip(rewards, masked, strict=True)
+        ]
+
+    def _baseline(self, reward: float, total: float, count: int) -> float:
+        """Of one sibling among `count` that are trained on, itself included."""
+        return total / count
+
+
+class LeaveOneOut(MeanBaseline):
+    """Reward less the mean of the *other* siblings; 0 for one that has none, or is masked."""
+
+    def _baseline(self, reward: float, total: float, count: int) -> float:
+        return (total - reward) / (count - 1) if count > 1 else reward
 
 
 class MemoryMetrics:

@@ -13,7 +13,7 @@ from sc_core.calls import inline
 from sc_core.config import ControllerConfig
 from sc_core.controller import Ports, RunResult, SingleController
 from sc_core.events import Event
-from sc_core.ports import DataPlane, GroupFilter, Runner, Sampler
+from sc_core.ports import AdvantageEstimator, DataPlane, GroupFilter, Runner, Sampler
 from sc_core.restore import ReadyStore, restore
 from sc_core.testing.data_plane import Hooks, MemoryBootstrap, MemoryDataPlane, MemoryStore
 from sc_core.testing.disk import MemoryDisk
@@ -71,6 +71,7 @@ class MemoryRun:
         self.hooks = hooks
         self.group_filter = group_filter
         self.sampler = sampler
+        self.estimator: AdvantageEstimator = MeanBaseline()
         self.held_out = held_out  #: prompts for evaluations; None: no port for them
         self.engine_count = engines
         self.replaceable = replaceable

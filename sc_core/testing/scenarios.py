@@ -23,6 +23,7 @@ SAMPLERS: Mapping[str, Mapping[str, Any]] = {
     "ready_first": {"name": "ready_first", "max_staleness_versions": 1},
     "windowed": {"name": "windowed", "max_staleness_versions": 1},
 }
+SHORT_STEPS = ("in_order_ahead", "ready_first")  #: of which a step goes without what failed
 GRANULARITIES = ("prompt_group", "sibling")
 
 
@@ -40,7 +41,11 @@ def settings(sampler: str, granularity: str) -> ControllerConfig:
             "min_groups_for_streaming_train": None if sampler == "in_order" else 1,
             "on_stale_prompt": "requeue",
             "max_stale_requeues": 1,
-            "rollout_failure": {"max_infra_attempts_per_prompt": 2},
+            "rollout_failure": {
+                "max_infra_attempts_per_prompt": 2,
+                "on_dropped_prompt": "shortfall" if sampler in SHORT_STEPS else "replace",
+                "replacement_reserve_prompts": 1 if sampler in SHORT_STEPS else 0,
+            },
         },
         "rollout_recovery": {"default_granularity": granularity},
         "checkpointing": {

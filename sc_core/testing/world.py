@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
@@ -237,8 +238,9 @@ class MemoryWorld:
             problems.append(f"the run ended as {self.result}")
         trained = self._trained = self._history(report)
         steps = [step for step, _ in trained]
-        each = grpo.num_prompts_per_step
-        if steps != [step for step in range(1, grpo.max_num_steps + 1) for _ in range(each)]:
+        each, short = grpo.num_prompts_per_step, self._short_steps(report)
+        made = range(1, grpo.max_num_steps + 1)
+        if steps != [step for step in made for _ in range(each - short[step - 1])]:
             problems.append(f"steps are trained out of order or not whole: {steps}")
         if len({ordinal for _, ordinal in trained}) != len(trained):
             problems.append(f"a prompt was trained twice: {trained}")
@@ -248,6 +250,15 @@ class MemoryWorld:
             if self.run.trainer.weights != whole.run.trainer.weights:
                 problems.append("the weights are not those of the uninterrupted run")
         return problems
+
+    def _short_steps(self, report: AuditReport) -> Counter[int | None]:
+        """Groups that steps go without, by the weight version they start from."""
+        last = {life.incarnation: life.last_seq for life in report.history}
+        return Counter(
+            event.step
+            for event in self.run.log.events
+            if event.event == "dropped" and event.seq <= last.get(event.incarnation, -1)
+        )
 
     def _check_memory(self) -> list[str]:
         controller = self.run.controller

@@ -36,6 +36,7 @@ also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage` `[1]`.
 
 _WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "optimizer.json"
 _RNG = "torch_rng"
+_METRICS = ("loss", "grad_norm", "tokens", "ratio", "clip_fraction", "importance_weight")
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,11 +202,11 @@ class Policy:
         """Apply the gradient, averaged over the step's sampled tokens, and close the step.
 
         Returns `loss`, `grad_norm` (before clipping), `tokens`, and the token means `ratio`,
-        `clip_fraction` and `importance_weight`; the same on every data-parallel worker.
+        `clip_fraction` and `importance_weight`; the same on every data-parallel worker. A step
+        without a sampled token leaves weights and optimizer as they are; all of these are 0.
 
         Raises:
-            ScError: no step is open, it has no sampled token, or its gradient is not finite. The
-                step is then abandoned.
+            ScError: no step is open, or its gradient is not finite. The step is then abandoned.
         """
         step = self._open("finish_step")
         try:
@@ -291,7 +292,7 @@ class Policy:
                 self._all_reduce(tensor)
         loss, tokens, ratio, clipped, importance = sums.tolist()
         if tokens == 0:
-            raise ScError("finish_step: the step has no sampled token to learn from")
+            return dict.fromkeys(_METRICS, 0.0)
         for gradient in gradients:
             gradient.div_(tokens)
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -301,14 +302,8 @@ class Policy:
             self._parameters.values(), self._settings.max_grad_norm, norm
         )
         self._optimizer.step()
-        return {
-            "loss": loss / tokens,
-            "grad_norm": float(norm),
-            "tokens": tokens,
-            "ratio": ratio / tokens,
-            "clip_fraction": clipped / tokens,
-            "importance_weight": importance / tokens,
-        }
+        means = (ratio / tokens, clipped / tokens, importance / tokens)
+        return dict(zip(_METRICS, (loss / tokens, float(norm), tokens, *means), strict=True))
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         state = self._optimizer.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import ray
 
 from sc_core import (
     Batch,
+    SampleId,
     ScError,
 )
 from sc_ray.losses import LossConfig
@@ -75,7 +76,7 @@ class TrainerWorker:
 
     def prepare(self, batch: Batch) -> None:
         """Write the column `prev_logprobs`: log-probs under the weights of now."""
-        logprobs = self._policy.logprobs(self._fetch(batch, SAMPLED))
+        logprobs = self._policy.logprobs(self._fetch(batch.sample_ids, SAMPLED))
         self._rows.put(batch.sample_ids, {"prev_logprobs": logprobs})
 
     def begin_step(self, step: int) -> None:
@@ -92,8 +93,9 @@ class TrainerWorker:
         self._policy.begin_step()
 
     def train_microbatches(self, batch: Batch) -> None:
-        """Accumulate the gradient of one chunk."""
-        self._policy.accumulate(self._fetch(batch, TRAINED))
+        """Accumulate the gradient of one chunk; its masked rows are not even fetched."""
+        if rows := batch.trained_ids:
+            self._policy.accumulate(self._fetch(rows, TRAINED))
 
     def finish_step(self) -> Mapping[str, float]:
         """Apply the gradient; returns the metrics of `Policy.finish_step`."""
@@ -103,8 +105,8 @@ class TrainerWorker:
         """Close the open step, if there is one, as if it had never been opened."""
         self._policy.abandon_step()
 
-    def _fetch(self, batch: Batch, names: tuple[str, ...]) -> list[Row]:
-        columns = self._rows.fetch(batch.sample_ids, names)
+    def _fetch(self, rows: Sequence[SampleId], names: tuple[str, ...]) -> list[Row]:
+        columns = self._rows.fetch(rows, names)
         return [
             dict(zip(names, values, strict=True))
             for values in zip(*(columns[name] for name in names), strict=True)

@@ -183,6 +183,8 @@ async def test_h07_a_run_ends_with_its_data(sampler: str, case: str, tail: str) 
             "exhausted",
             full + len(short),
         )
+        selected = len(of_kind(effective(run), "selected"))  # no step is begun to be given up
+        assert selected == sum(map(len, run.trainer.trained))
         reasons = Counter((e.reason or "").partition(":")[0] for e in dropped(run))
         left = {"short last step": rest} if rest and tail == "drop" else {}
         assert reasons == {**left, **({"infra failure": lost} if lost else {})}
@@ -195,6 +197,20 @@ async def test_h07_a_run_ends_with_its_data(sampler: str, case: str, tail: str) 
         again = await run.run()
         assert again is not None and (again.reason, again.step) == ("exhausted", result.step)
         assert (run.trainer.trained, run.engines.rollouts) == ([], [])
+
+
+@pytest.mark.parametrize("sampler", ALL)
+@on_both
+async def test_h07_a_source_that_was_given_more_epochs_goes_on(sampler: str) -> None:
+    run = MemoryRun(settings(sampler, p=P, k=1, steps=10), range(6), latency=one_second)
+    for epochs, made in ((1, [4, 2]), (1, []), (3, [4, 4, 4])):
+        run.epochs = epochs
+        result = await run.run()
+        assert result is not None and result.reason == "exhausted"
+        assert [len(groups) for groups in run.trainer.trained] == made
+    assert last_cut(run).position == 18
+    assert sorted(sum(trained(run).values(), [])) == list(range(18))
+    sound(run)
 
 
 @pytest.mark.parametrize("chunk", [1, 3])

@@ -70,4 +70,38 @@ def test_unknown_baselines_and_sizes_that_do_not_add_up_are_refused() -> None:
 
 def test_it_says_what_it_reads() -> None:
     estimator = GrpoAdvantages()
-    assert (estimator.select_fields, estimator.heavy) == (("reward",), False)
+    assert (estimator.select_fields, estimator.heavy) == (("reward", "masked"), False)
+
+
+def with_masks(
+    rewards: list[float], masked: list[int], group_sizes: list[int], **settings: Any
+) -> list[float]:
+    columns = {
+        "reward": [torch.tensor([reward]) for reward in rewards],
+        "masked": [row in masked for row in range(len(rewards))],
+    }
+    found = GrpoAdvantages(**settings).estimate(columns, group_sizes)["advantage"]
+    assert all(row.shape == (1,) and row.dtype == torch.float32 for row in found)
+    return [float(row) for row in found]
+
+
+def test_masked_siblings_get_nothing_and_count_for_nothing() -> None:
+    rewards = [1.0, 0.0, 9.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    found = with_masks(rewards, [2], [4, 4])
+    assert found == pytest.approx([0.5, -1, 0, 0.5, 1 / 3, -1, 1 / 3, 1 / 3])
+    found = with_masks(rewards, [2], [4, 4], baseline="mean")
+    assert found == pytest.approx([1 / 3, -2 / 3, 0, 1 / 3, 0.25, -0.75, 0.25, 0.25])
+    for settings in ({}, {"baseline": "mean"}, {"normalize_by_std": True}):
+        alone = with_masks([1.0, 0.0, 1.0], [2], [3], **settings)
+        assert alone[:2] == estimate([1, 0], [2], **settings) and alone[2] == 0
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("masked", [[0, 1, 2], [0, 1], [1, 2]])
+def test_a_group_with_nobody_to_compare_has_no_advantage(
+    masked: list[int], baseline: str, normalize: bool
+) -> None:
+    settings = {"baseline": baseline, "normalize_by_std": normalize, "group_size": 3}
+    found = with_masks([5.0, 7.0, 9.0, 1.0, 1.0, 1.0], masked, [3, 3], **settings)
+    assert found == [0.0] * 6

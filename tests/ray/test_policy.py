@@ -214,9 +214,31 @@ def test_calls_out_of_turn_are_refused() -> None:
     trained.begin_step()
     with pytest.raises(ScError, match="a step is open"):
         trained.begin_step()
-    with pytest.raises(ScError, match="no sampled token"):
-        trained.finish_step()
+    trained.abandon_step()
     assert same(trained, policy())
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_step_without_a_token_to_learn_from_is_finished_and_moves_nothing(rows: int) -> None:
+    trained, straight = policy(), policy()
+    nothing = [
+        {**row, "completion_mask": torch.zeros_like(row["completion_mask"])}
+        for row in made_up_rows(rows)
+    ]
+    trained.begin_step()
+    assert trained.accumulate(nothing) == {"loss": 0.0, "tokens": 0.0}
+    metrics = trained.finish_step()
+    assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0.0
+    assert metrics.keys() == train(straight, made_up_rows()).keys()
+    assert trained.steps == 1
+    before, after = tensors_of(policy()), tensors_of(trained)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_step_of_zero_advantages_has_no_loss() -> None:
+    rows = [{**row, "advantage": torch.zeros(1)} for row in made_up_rows()]
+    metrics = train(policy(), rows)
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0 < metrics["tokens"]
 
 
 @pytest.mark.parametrize("advantage", [float("nan"), float("inf")])

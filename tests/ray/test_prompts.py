@@ -8,7 +8,10 @@ import anyio
 import msgspec
 import pytest
 
+from sc_core.config import ControllerConfig, decode
 from sc_core.errors import ConfigError, EndOfPrompts, RestoreError
+from sc_core.testing import MemoryRun
+from sc_core.verify import verify
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 
 pytestmark = pytest.mark.anyio
@@ -68,6 +71,47 @@ async def test_it_ends_after_its_epochs_and_stays_ended() -> None:
             await source.next_prompt()
     await source.seek({"epoch": 1, "index": 19})
     assert len(await take(source, 1)) == 1
+
+
+async def test_the_short_last_batch_of_each_epoch_may_be_left_out() -> None:
+    source = TaskPrompts(PROMPTS, seed=3, max_epochs=2, batch=8)
+    assert await take(source, 32) == [
+        *(await take(TaskPrompts(PROMPTS, seed=3), 40))[:16],
+        *(await take(TaskPrompts(PROMPTS, seed=3), 40))[20:36],
+    ]
+    with pytest.raises(EndOfPrompts, match="2 epochs"):
+        await source.next_prompt()
+    await source.seek({"epoch": 0, "index": 18})  # by a run with other batches
+    assert (await source.next_prompt()).position == {"epoch": 1, "index": 1}
+    assert source.fingerprint() == TaskPrompts(PROMPTS, seed=3).fingerprint()
+    with pytest.raises(ConfigError, match="20 prompts, too few for one batch of 21"):
+        TaskPrompts(PROMPTS, seed=3, batch=21)
+
+
+@pytest.mark.parametrize(("batch", "steps", "epoch"), [(4, 3, (2, 4)), (1, 5, (2, 6))])
+async def test_h07_the_final_state_says_how_many_epochs_there_were(
+    batch: int, steps: int, epoch: tuple[int, int]
+) -> None:
+    """Six prompts, steps of four, three epochs; and no fourth after a resume."""
+    data = {
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 1, "max_num_steps": 10},
+        "checkpointing": {"save_period": 100},
+    }
+    run = MemoryRun(decode(data, ControllerConfig), ())
+    start_life = run.start_life
+
+    def with_task() -> None:
+        start_life()
+        run.source = TaskPrompts(PROMPTS[:6], seed=1, max_epochs=3, batch=batch)  # type: ignore[assignment]
+
+    run.start_life = with_task  # type: ignore[method-assign]
+    run.start_life()
+    for _ in range(2):
+        result = await run.run()
+        assert result is not None and (result.reason, result.step) == ("exhausted", steps)
+        cut = verify(run.directory / f"step_{steps}", run.disk).cut
+        assert (cut.position["epoch"], cut.position["index"]) == epoch
+        assert cut.exhausted
 
 
 async def test_a_cancelled_pull_loses_nothing() -> None:

@@ -1,0 +1,652 @@
+"""A run's decisions, taken anew: from its event log alone, or against its bundles too.
+
+The effective history drives a real `RunState` and `Ledger`. At each decision that the log tells
+of, the sampler is asked as the pumps asked it: whether a prompt may go out and for which step,
+which groups train, which are too old. What follows from a decision must be in the log as well.
+
+A sampler that goes by rewards, tokens or the end version of a group can't be replayed: the log
+does not have them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+import anyio
+import msgspec
+
+from sc_core.audit import EVENTS, Life, history_of, intact_bundles, lives_in
+from sc_core.books import Findings
+from sc_core.decisions import DecisionSettings
+from sc_core.disk import LOCAL, Disk
+from sc_core.errors import RestoreError, ScError
+from sc_core.events import Event, read_events
+from sc_core.ledger import Ledger
+from sc_core.places import Places
+from sc_core.ports import EventKind, Sampler
+from sc_core.records import (
+    Cut,
+    FinishedSibling,
+    Group,
+    GroupId,
+    LedgerRecord,
+    PulledPrompt,
+    sample_ids,
+)
+from sc_core.state import RunState
+
+R = TypeVar("R")
+Decision = Literal["admit", "select", "evict", "abort", "ledger"]
+BuildSampler = Callable[[DecisionSettings], Sampler]
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sampler saw, in numbers of groups."""
+
+    step: int  #: finished ones
+    weight_version: int
+    groups_per_step: int  #: that the step under way takes
+    live: int
+    waiting: int
+    in_flight: int
+    ready: int
+    selected: int
+    places_free: int
+    ready_of_version: Mapping[int, int]
+    ready_of_target: Mapping[int, int]
+    live_of_target: Mapping[int, int]
+
+    @staticmethod
+    def of(state: RunState) -> View:
+        ledger = state.ledger
+        ready = list(ledger.index.ready_in_commit_order())
+        live = (record.target_step for record in ledger.records() if record.admitted)
+        return View(
+            step=ledger.step,
+            weight_version=ledger.weight_version,
+            groups_per_step=ledger.groups_of_target(ledger.weight_version),
+            live=ledger.live_count,
+            waiting=ledger.waiting_count,
+            in_flight=ledger.in_flight_count,
+            ready=len(ready),
+            selected=ledger.index.selected_count,
+            places_free=state.places.free,
+            ready_of_version=_counted(group.start_weight_version for group in ready),
+            ready_of_target=_counted(group.target_step for group in ready),
+            live_of_target=_counted(live),
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"step {self.step}",
+            f"v {self.weight_version}",
+            f"P {self.groups_per_step}",
+            f"live {self.live}",
+            f"waiting {self.waiting}",
+            f"in flight {self.in_flight}",
+            f"ready {self.ready}",
+            f"selected {self.selected}",
+            f"places free {self.places_free}",
+        ]
+        for name, numbers in (
+            ("ready by version", self.ready_of_version),
+            ("ready by target", self.ready_of_target),
+            ("live by target", self.live_of_target),
+        ):
+            if numbers:
+                parts.append(f"{name} " + " ".join(f"{k}:{n}" for k, n in numbers.items()))
+        return ", ".join(parts)
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the log and the sampler part. `ledger`: what follows from decisions differs."""
+
+    seq: int
+    ordinal: int | None
+    decision: Decision
+    logged: str
+    answer: str  #: the sampler's, or what ledger and places say
+    view: View | None  #: before the decision; None: before there was a ledger
+
+    def __str__(self) -> str:
+        view = "" if self.view is None else f" ({self.view})"
+        return f"seq {self.seq}: {self.decision}: the log {self.logged}; {self.answer}{view}"
+
+
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
+    history: tuple[Life, ...] = ()  #: as far as it counts, oldest first
+    events: int = 0  #: of the history, up to the difference
+    admissions: int = 0  #: decisions that agree, as are the next two
+    selections: int = 0
+    evictions: int = 0  #: aborts too
+    bundles: tuple[str, ...] = ()  #: of the history, compared with what the log led to
+    difference: Difference | None = None  #: the first one
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return f"the replay differs: {self.difference}"
+        return (
+            f"the replay agrees: {self.admissions} admissions, {self.selections} selections and"
+            f" {self.evictions} evictions, each as the sampler decides it"
+        )
+
+
+def replay(
+    events: Sequence[Event],
+    bundles: Iterable[tuple[str, Cut]] = (),
+    *,
+    sampler: BuildSampler = DecisionSettings.build_sampler,
+) -> ReplayReport:
+    """Take the decisions of the last incarnation's effective history anew, in order.
+
+    Ends at the first that differs. `bundles`, by name: the ledger must be as the cut has it.
+    `sampler` builds one for each incarnation: another than the log names shows where it would
+    have decided otherwise.
+
+    Raises:
+        RestoreError: the log has no history that holds together, or not the settings.
+    """
+    return _replay(lambda: iter(events), bundles, sampler)
+
+
+def replay_log(
+    path: str | Path,
+    bundles: Iterable[tuple[str, Cut]] = (),
+    *,
+    sampler: BuildSampler = DecisionSettings.build_sampler,
+) -> ReplayReport:
+    """`replay` of a file. It is read twice, and may be growing; memory grows with live prompts.
+
+    Raises:
+        RestoreError: as `replay`, or a complete line is not an event.
+    """
+    return _replay(lambda: read_events(path), bundles, sampler)
+
+
+def replay_run(
+    run: str | Path,
+    disk: Disk = LOCAL,
+    *,
+    key: bytes | None = None,
+    sampler: BuildSampler = DecisionSettings.build_sampler,
+) -> ReplayReport:
+    """`replay_log` of a run's directory, against those of its bundles that are intact.
+
+    Raises:
+        FileNotFoundError: the run has no `events.jsonl`.
+        RestoreError: as `replay_log`.
+    """
+    bundles = intact_bundles(run, disk, key, {})
+    return replay_log(Path(run) / EVENTS, bundles, sampler=sampler)
+
+
+def _replay(
+    read: Callable[[], Iterator[Event]],
+    bundles: Iterable[tuple[str, Cut]],
+    build: BuildSampler,
+) -> ReplayReport:
+    findings = Findings()
+    lives = lives_in(read(), findings)
+    history = history_of(lives, findings)
+    if findings.count:
+        raise RestoreError(f"the log has no history to replay: {findings.kept[0]}")
+    until = {life.incarnation: life.last_seq for life in history}
+    instants = [
+        _Instant.of(name, cut)
+        for name, cut in bundles
+        if cut.event_seq <= until.get(cut.incarnation, -1)
+    ]
+    instants.sort(key=lambda instant: instant.seq, reverse=True)
+    due = list(instants)
+    end = max((life.last_seq for life in lives.values()), default=0)
+    run, count, difference = _Replay(build), 0, None
+    try:
+        for event in read():
+            if event.seq > end:  # appended since the first pass
+                break
+            if event.seq > until.get(event.incarnation, -1):
+                continue
+            while due and due[-1].seq < event.seq:
+                run.compare(due.pop())
+            run.enter(event)
+            count += 1
+        while due:
+            run.compare(due.pop())
+    except _Differs as differs:
+        difference = differs.difference
+    return ReplayReport(
+        history=tuple(history),
+        events=count,
+        admissions=run.admissions,
+        selections=run.selections,
+        evictions=run.evictions,
+        bundles=tuple(instant.bundle for instant in reversed(instants) if instant not in due),
+        difference=difference,
+    )
+
+
+class _Differs(Exception):
+    def __init__(self, difference: Difference) -> None:
+        super().__init__(str(difference))
+        self.difference = difference
+
+
+class _Instant(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a bundle's cut follows from the log."""
+
+    bundle: str
+    seq: int
+    exhausted: bool
+    records: Mapping[int, str]
+    commit_order: tuple[GroupId, ...]
+
+    @staticmethod
+    def of(bundle: str, cut: Cut) -> _Instant:
+        return _Instant(
+            bundle=bundle,
+            seq=cut.event_seq,
+            exhausted=cut.exhausted,
+            records={record.ordinal: _told(record) for record in cut.records},
+            commit_order=tuple(group.group_id for group in cut.groups),
+        )
+
+
+class _Predicted:
+    """An event sink that keeps what a `RunState` says must come next in the log."""
+
+    incarnation = "replay"
+    seq = 0
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[EventKind, Mapping[str, Any]]] = deque()
+
+    def append(self, kind: EventKind, **fields: Any) -> int:
+        self.events.append((kind, fields))
+        return 0
+
+    def append_many(self, kind: EventKind, each: Sequence[Mapping[str, Any]]) -> int:
+        self.events.extend((kind, fields) for fields in each)
+        return 0
+
+    def sync(self) -> None:
+        pass
+
+
+class _Replay:
+    """The state of the run so far. One event at a time; the first difference ends it."""
+
+    def __init__(self, build: BuildSampler) -> None:
+        self.admissions = self.selections = self.evictions = 0
+        self._build = build
+        self._state: RunState | None = None
+        self._settings: DecisionSettings
+        self._next = _Predicted()
+        self._open: list[Group] = []  #: the open step, in the order of selection
+        self._chosen: Sequence[Group] = ()  #: by the last `select`
+        self._stale: dict[GroupId, Group] | None = None  #: still to be evicted in this instant
+        self._gives_up_tail = False  #: these, at the end of prompts
+        self._event: Event
+
+    def enter(self, event: Event) -> None:
+        """Take the next event of the effective history.
+
+        Raises:
+            _Differs: it is not what was decided, or not what follows from it.
+            RestoreError: the settings of this incarnation are not recorded.
+        """
+        self._event = event
+        if self._next.events:
+            self._follows(event)
+        elif event.event in ("run_started", "resumed"):
+            self._starts(event)
+        elif self._state is None:
+            self._differs("ledger", f"has {_name(event)}", "no run has started")
+        else:
+            with _Lawful(self):
+                self._decides(self._state, event)
+                if self._next.events:
+                    self._follows(event)
+
+    # an incarnation ---------------------------------------------------------------------
+
+    def _starts(self, event: Event) -> None:
+        settings = DecisionSettings.read(
+            event.settings, f"seq {event.seq}: {event.event} of incarnation {event.incarnation}"
+        )
+        sampler = self._build(settings)
+        with _Lawful(self):
+            if event.event == "run_started" or self._state is None:
+                ledger = Ledger(prompts_per_step=settings.groups_per_step)
+                cut = None
+            else:
+                self._evictions_over(self._state)
+                ledger, cut = self._as_restored(self._state, settings, sampler)
+        self._settings = settings
+        self._open, self._chosen = [], ()
+        places = Places(settings.places)
+        self._state = RunState(ledger, places, sampler, self._next, clock=lambda: 0.0)
+        if cut is not None:
+            for record in ledger.records():
+                if record.admitted:
+                    places.restore(record.ordinal)
+            self._state.restored(cut, load_replay_buffer=settings.load_replay_buffer)
+
+    def _as_restored(
+        self, state: RunState, settings: DecisionSettings, sampler: Sampler
+    ) -> tuple[Ledger, Cut]:
+        cut = state.ledger.cut(
+            incarnation="",
+            event_seq=0,
+            group_size=1,
+            sampler=state.sampler.name,
+            sampler_state=state.sampler.state(),
+            source_fingerprint="",
+            suspects=(),
+        )
+        if cut.sampler == sampler.name:
+            sampler.restore(cut.sampler_state)
+        ledger = Ledger.restored(cut, prompts_per_step=settings.groups_per_step, group_size=1)
+        if settings.granularity != "sibling" or not settings.load_replay_buffer:
+            for record in ledger.records():
+                if record.finished:
+                    ledger.forget_siblings(record.ordinal)
+        return ledger, cut
+
+    def compare(self, cut: _Instant) -> None:
+        """Check that a bundle has the ledger that the log leads to.
+
+        Raises:
+            _Differs: naming the first prompt of which they disagree.
+        """
+        state = self._state
+        if state is None:
+            return
+        with _Lawful(self):
+            self._evictions_over(state)
+        ledger = state.ledger
+        if cut.exhausted and not ledger.waiting_count and not ledger.in_flight_count:
+            if cut.records != _all_told(ledger):  # a step was tried, and a stop came between
+                ledger.retarget()
+        told = _all_told(ledger)
+        for ordinal in sorted(told.keys() | cut.records.keys()):
+            mine, its = told.get(ordinal, "not live"), cut.records.get(ordinal, "not live")
+            if mine != its:
+                self._differs_at(
+                    cut.seq,
+                    ordinal,
+                    "ledger",
+                    f"leads to prompt {ordinal}: {mine}",
+                    f"{cut.bundle} has it {its}",
+                )
+        order = tuple(group.group_id for group in ledger.index.groups())
+        if order != cut.commit_order:
+            logged, answer = (" ".join(map(str, ids)) for ids in (order, cut.commit_order))
+            self._differs_at(
+                cut.seq, None, "ledger", f"has the commits {logged}", f"{cut.bundle} has {answer}"
+            )
+
+    # an event ---------------------------------------------------------------------------
+
+    def _follows(self, event: Event) -> None:
+        """The event must be the next of those that the last decision led to."""
+        kind, fields = self._next.events.popleft()
+        names = "ordinal", "group_id", "step", "weight_version"
+        if kind == event.event and all(getattr(event, n) == fields.get(n) for n in names):
+            return
+        if kind == "selected" and self._state is not None:
+            self._state.ledger.abandon(self._chosen)  # so that the view is the one before
+            answer = f"the sampler selects {_ids(self._chosen)}"
+            self._differs("select", f"has {_name(event)}", answer)
+        expected = Event(seq=0, t=0.0, incarnation="", event=kind, **fields)
+        self._differs("ledger", f"has {_name(event)}", f"what comes is {_name(expected)}")
+
+    def _decides(self, state: RunState, event: Event) -> None:
+        kind, ordinal = event.event, event.ordinal
+        if kind == "evicted":
+            self._evicts(state, event)
+            return
+        self._evictions_over(state)
+        if kind == "exhausted":
+            state.end_of_prompts()
+            return
+        if kind in ("weight_sync", "checkpoint", "stopped"):
+            return
+        if ordinal is None:
+            self._differs("ledger", f"has {kind}", "it needs the ordinal of a prompt")
+        if kind == "admitted":
+            state.pulled(PulledPrompt(None, None))
+        elif kind == "dispatched":
+            self._dispatches(state, event, ordinal)
+        elif kind == "committed":
+            record = state.ledger.get(ordinal)
+            version = 0 if record is None else record.start_weight_version or 0
+            state.committed(ordinal, rewards=[0.0], tokens=0, end_weight_version=version)
+        elif kind == "redispatched":
+            state.retried(ordinal, "infra", event.reason or "")
+        elif kind == "aborted":
+            self._aborts(state, event, ordinal)
+        elif kind == "dropped":
+            record, short = state.ledger.get(ordinal), None
+            if event.step is not None and record is not None:
+                short = state.ledger.can_shorten(state.sampler.step_of(state.ledger, record))
+            state.dropped(ordinal, event.reason or "", short_step=short)
+        elif kind == "selected":
+            self._selects(state, event)
+        elif not self._open:
+            self._differs("ledger", f"has {_name(event)}", "no step is open")
+        elif kind == "abandoned":
+            state.abandoned(self._open, state.ledger.step + 1)
+            self._open = []
+        else:
+            self._trains(state, event)
+
+    def _trains(self, state: RunState, event: Event) -> None:
+        missing = self._missing(state)
+        if missing > 0 and not (state.nothing_more and self._settings.short_last_step == "train"):
+            answer = f"the step has {missing} groups too few"
+            self._differs("ledger", f"has {_name(event)}", answer)
+        state.trained(self._open)
+        self._open = []
+
+    # decisions --------------------------------------------------------------------------
+
+    def _dispatches(self, state: RunState, event: Event, ordinal: int) -> None:
+        ledger, stamp = state.ledger, None
+        record = ledger.get(ordinal)
+        if record is not None and not record.admitted:
+            logged = f"dispatches prompt {ordinal}{_for_step(event.step)}"
+            stamp = self._ask("admit", lambda: state.sampler.admit(ledger))
+            if stamp is None:
+                self._differs("admit", logged, "the sampler admits nothing")
+            if stamp.target_step != event.step:
+                answer = f"the sampler stamps it{_for_step(stamp.target_step) or ' with no step'}"
+                self._differs("admit", logged, answer)
+            if ordinal not in state.places and not state.places.free:
+                self._differs("admit", logged, "no place is free")
+            self.admissions += 1
+        elif record is not None and record.finished and record.state == "waiting":
+            if event.weight_version != record.start_weight_version:  # none had finished, or too old
+                ledger.forget_siblings(ordinal)
+        record = state.dispatched(ordinal, stamp)
+        if self._settings.granularity == "sibling" and not record.finished:
+            # Which siblings finish is not in the log; one stands for those that might.
+            ledger.finish_sibling(ordinal, _stand_in(record))
+
+    def _selects(self, state: RunState, event: Event) -> None:
+        ledger, sampler = state.ledger, state.sampler
+        at_most = self._missing(state)
+        at_least = min(self._settings.groups_per_chunk, at_most)
+        logged = f"has {_name(event)}"
+        if at_most < 1:
+            self._differs("select", logged, f"step {ledger.step + 1} has all of its groups")
+        chosen = list(self._ask("select", lambda: sampler.select(ledger, at_least, at_most)))
+        if state.nothing_more and len(chosen) < at_most:
+            if self._settings.short_last_step == "drop" and ledger.index.ready_count < at_most:
+                self._differs("select", logged, "the prompts have ended, and the rest is dropped")
+            ledger.retarget()
+            chosen = list(self._ask("select", lambda: sampler.select(ledger, 1, at_most)))
+        if not 0 < len(chosen) <= at_most:
+            wanted = f"{at_least} to {at_most}" if at_least < at_most else f"{at_most}"
+            answer = f"the sampler, asked for {wanted}, selects {_ids(chosen)}"
+            self._differs("select", logged, answer)
+        chosen.sort(key=lambda group: group.ordinal)
+        state.selected(chosen, ledger.step + 1)
+        self._chosen = chosen
+        self._open += chosen
+        self.selections += 1
+
+    def _evicts(self, state: RunState, event: Event) -> None:
+        if not self._stale:  # a new instant, maybe right after another
+            self._evictions_over(state)
+            stale = self._ask("evict", lambda: state.sampler.evict(state.ledger))
+            self._gives_up_tail = not stale and self._is_tail(state)
+            if self._gives_up_tail:
+                stale = list(state.ledger.index.ready_in_commit_order())
+            self._stale = {group.group_id: group for group in stale}
+        group = self._stale.pop(GroupId(event.group_id or ""), None)
+        if group is None:
+            answer = f"the sampler gives up {_ids(self._stale.values())}"
+            self._differs("evict", f"has {_name(event)}", answer)
+        record = state.ledger.get(group.ordinal)
+        requeue = not self._gives_up_tail and self._requeues(record)
+        state.evicted(group, requeue=requeue, reason=event.reason or "")
+        self.evictions += 1
+
+    def _is_tail(self, state: RunState) -> bool:
+        """Whether what is ready is given up, since it is too little for a step."""
+        return (
+            self._settings.short_last_step == "drop"
+            and state.nothing_more
+            and not self._open
+            and state.ledger.index.ready_count < self._missing(state)
+        )
+
+    def _missing(self, state: RunState) -> int:
+        """How many more groups the open step takes."""
+        return state.ledger.groups_of_target(state.ledger.weight_version) - len(self._open)
+
+    def _aborts(self, state: RunState, event: Event, ordinal: int) -> None:
+        record, version = state.ledger.get(ordinal), state.ledger.weight_version
+        start = None if record is None else record.start_weight_version
+        if record is not None and start is not None:
+            if not self._ask("abort", lambda: state.sampler.may_abort(start, version)):
+                answer = f"the sampler may still select what started at version {start}"
+                self._differs("abort", f"has {_name(event)}", answer)
+            state.aborted(record, requeue=self._requeues(record), reason=event.reason or "")
+            self.evictions += 1
+        else:
+            self._differs("ledger", f"has {_name(event)}", f"prompt {ordinal} is not in flight")
+
+    def _requeues(self, record: LedgerRecord | None) -> bool:
+        """Whether a prompt whose group is too old goes out again."""
+        settings = self._settings
+        return (
+            settings.on_stale_prompt == "requeue"
+            and record is not None
+            and record.stale_requeues < settings.max_stale_requeues
+        )
+
+    def _evictions_over(self, state: RunState) -> None:
+        """All that were too old are gone: those that are left close up."""
+        if self._stale is None:
+            return
+        if self._stale:
+            answer = f"the sampler also gives up {_ids(self._stale.values())}"
+            self._differs("evict", f"goes on with {_name(self._event)}", answer)
+        self._stale = None
+        if state.sampler.stamps_targets:
+            state.ledger.retarget(untargeted=True)
+
+    def _ask(self, decision: Decision, question: Callable[[], R]) -> R:
+        try:
+            return question()
+        except Exception as exc:  # of user code
+            answer = f"the sampler raises {type(exc).__name__}: {exc}"
+            self._differs(decision, f"has {_name(self._event)}", answer)
+
+    # differences ------------------------------------------------------------------------
+
+    def _differs(self, decision: Decision, logged: str, answer: str) -> NoReturn:
+        self._differs_at(self._event.seq, self._event.ordinal, decision, logged, answer)
+
+    def _differs_at(
+        self, seq: int, ordinal: int | None, decision: Decision, logged: str, answer: str
+    ) -> NoReturn:
+        view = None if self._state is None else View.of(self._state)
+        raise _Differs(
+            Difference(
+                seq=seq,
+                ordinal=ordinal,
+                decision=decision,
+                logged=logged,
+                answer=answer,
+                view=view,
+            )
+        )
+
+    def unlawful(self, error: Exception) -> NoReturn:
+        answer = "no place is free" if isinstance(error, anyio.WouldBlock) else str(error)
+        self._differs("ledger", f"has {_name(self._event)}", answer)
+
+
+class _Lawful:
+    """What ledger and places refuse is a difference."""
+
+    def __init__(self, run: _Replay) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (ScError, anyio.WouldBlock)):
+            self._run.unlawful(error)
+
+
+def _stand_in(record: LedgerRecord) -> FinishedSibling:
+    assert record.start_weight_version is not None
+    return FinishedSibling(
+        sibling=0,
+        sample_id=sample_ids(record.group_id, 1)[0],
+        reward=0.0,
+        tokens=0,
+        end_weight_version=record.start_weight_version,
+    )
+
+
+def _told(record: LedgerRecord) -> str:
+    """Of a record, what follows from the log."""
+    started = "" if record.start_weight_version is None else f" v{record.start_weight_version}"
+    return f"{record.state} as {record.group_id}{started}{_for_step(record.target_step)}"
+
+
+def _all_told(ledger: Ledger) -> dict[int, str]:
+    return {record.ordinal: _told(record) for record in ledger.records()}
+
+
+def _name(event: Event) -> str:
+    parts: list[str] = [event.event]
+    if event.group_id is not None or event.ordinal is not None:
+        parts.append(event.group_id or str(event.ordinal))
+    if event.weight_version is not None:
+        parts.append(f"v{event.weight_version}")
+    return " ".join(parts) + _for_step(event.step)
+
+
+def _for_step(step: int | None) -> str:
+    return "" if step is None else f" for step {step}"
+
+
+def _ids(groups: Iterable[Group]) -> str:
+    return " ".join(group.group_id for group in groups) or "nothing"
+
+
+def _counted(numbers: Iterable[int | None]) -> dict[int, int]:
+    return dict(sorted(Counter(number for number in numbers if number is not None).items()))
