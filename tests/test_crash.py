@@ -301,7 +301,7 @@ def test_a_broken_copy_is_caught(
         clear_outside_the_section: slow_clear,
         cut_in_two_parts: lambda: tiny(3, "windowed"),  # which goes on dispatching meanwhile
     }.get(broken, lambda: tiny(3))
-    points = range(0, count_points(make()), 9)  # and without a crash nothing is wrong
+    points = range(0, count_points(make()), 7)  # and without a crash nothing is wrong
     broken(monkeypatch)
     found = explore(make, points=points)
     caught = [one for one in found.violations if re.search(problem, one.problem)]
