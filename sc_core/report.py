@@ -51,6 +51,8 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int
     trained_s: float | None  #: since the last step was trained, in this process life
     gate_closed_for: str | None
+    engines: tuple[str, ...]  #: that confirmed the last weight sync
+    engines_out: Mapping[str, str]  #: put out of service, and why
     stop_reason: str | None
     barrier: BarrierStatistics
     places_held: int
@@ -82,6 +84,7 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
             "step": f"{self.step}, weight version {self.weight_version}; last trained: {trained}",
             "progress": f"{seconds(self.quiet_s)} ago; since then: {since or 'nothing'}",
             "gate": "open" if self.gate_closed_for is None else f"closed: {self.gate_closed_for}",
+            "engines": self._engines(),
             "stop": self.stop_reason or "",
             "barrier": _barrier_line(self.barrier),
             "places": f"{self.places_held} of {self.places_capacity} held",
@@ -95,6 +98,11 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
         }
         lines = [f"  {name:<10} {text}" for name, text in told.items() if text]
         return [*lines, "  tasks", *(f"    {line}" for line in self.tasks)]
+
+    def _engines(self) -> str:
+        serve = f"{len(self.engines)} confirmed the last weight sync"
+        out = [f"{engine} is out: {reason}" for engine, reason in self.engines_out.items()]
+        return _listed([serve, *out], _SHOWN, "; ")
 
 
 class Reporter:
@@ -138,6 +146,8 @@ class Reporter:
             weight_version=ledger.weight_version,
             trained_s=None if state.trained_at is None else now - state.trained_at,
             gate_closed_for=state.gate_closed_for,
+            engines=state.engines or (),
+            engines_out=dict(state.engines_out),
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),
             places_held=state.places.held,

@@ -453,6 +453,7 @@ def test_a_position_that_is_not_a_number_agrees_with_itself() -> None:
     store.open()
     staged = store.stage(4)
     disk.make_dir(staged.data_plane_dir)
+    disk.write(staged.policy_dir / "weights", b"4")
     cut = msgspec.structs.replace(make_cut(4), position={"loss": float("nan"), 3: b"\xff"})
     store.publish(staged, cut=cut, digest=cut_digest(cut), config={}, metrics={})
     assert verify(Path("/checkpoints/step_4"), disk).cut.position[3] == b"\xff"
