@@ -75,6 +75,8 @@ def make_fake() -> type:
                 barrier=BarrierStatistics(
                     mutations=0, checkpointing=False, waiting=0, holders=(), waiters=()
                 ),
+                engines=(),
+                engines_out={},
                 last_metrics={},
             )
 
