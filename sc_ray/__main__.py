@@ -42,6 +42,8 @@ from sc_ray.run_directory import (
 
 DONE, FAILED, WRONG_USAGE, STOPPED = 0, 1, 2, 3
 _LOOK_EVERY_S = 0.1
+_QUIET_S = 60.0
+"""Longer without progress is worth a line of `status`."""
 _CONTROLLER = "the controller"
 
 
@@ -209,7 +211,8 @@ def _live(
             more = run.path / LOGS / "failure.txt"
             more.write_text(exc.traceback_text)
             wrong_usage = exc.type_name == "ConfigError"
-            raise (ConfigError if wrong_usage else ScError)(f"{exc} (more in {more})") from exc
+            first, *_ = str(exc).splitlines()  # of a stall, the cause; its report follows
+            raise (ConfigError if wrong_usage else ScError)(f"{first} (more in {more})") from exc
         except RayActorError as exc:
             raise died(_CONTROLLER, exc) from exc
 
@@ -295,9 +298,13 @@ def _status(options: argparse.Namespace) -> int:
 
     age_s = time.time() - told.get("t", time.time())
     where = f"pid {pid}" if pid is not None else "not running"
+    quiet_s = told.get("quiet_s", 0.0) if pid is not None else 0.0
+    out = told.get("engines_out") or {}
     print(f"{told.get('phase', 'starting')} ({where}), {age_s:.1f} s ago")
     for line in (
         step_line(told, told.get("max_steps", 0)),
+        f"no step, evaluation, sync or save for {quiet_s:.0f} s" if quiet_s > _QUIET_S else "",
+        *(f"{engine} is out of service: {reason}" for engine, reason in out.items()),
         f"conservation: {told['audit']}" if "audit" in told else "",
         f"checkpoints: {', '.join(told['bundles']) or 'none'}",
         f"error: {told['error']}" if "error" in told else "",
