@@ -29,6 +29,7 @@ def save(bootstrap: TransferQueueBootstrap, run: Path, *, lost: int = 0) -> None
     store = BundleStore(run / "checkpoints")
     store.open()
     staged = store.stage(cut.step)
+    (staged.policy_dir / "weights").write_bytes(b"4")
 
     async def snapshot() -> None:
         plane = await anyio.to_thread.run_sync(bootstrap.spec.connect)

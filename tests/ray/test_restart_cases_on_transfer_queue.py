@@ -230,26 +230,26 @@ class OnTransferQueue(MemoryRun):
     """Every life on a TransferQueue of its own; a kill is a cancel, which saves nothing."""
 
     def __init__(self, bootstrap: TransferQueueBootstrap, *args: Any, **options: Any) -> None:
-        self.bootstrap = bootstrap
+        self.queue = bootstrap
         super().__init__(*args, **options)
         self.disk = LOCAL  # type: ignore[assignment]
         self.lives = 0
         self.start_life()
 
     async def open(self, bundles: BundleStore) -> SingleController:
-        if not await self.bootstrap.is_untouched():
-            await self.bootstrap.discard()
+        if not await self.queue.is_untouched():
+            await self.queue.discard()
         ready = await restore(
             bundles,
-            self.bootstrap,
+            self.queue,
             self.config,
             runner=in_thread,
             source_fingerprint=self.source.fingerprint(),
         )
-        self.trainer._plane = AsNumbers(await open_client(self.bootstrap))
+        self.trainer._plane = AsNumbers(await open_client(self.queue))
 
         async def connect(token: ReadyStore) -> DataPlane:
-            return AsNumbers(await open_client(self.bootstrap))
+            return AsNumbers(await open_client(self.queue))
 
         ports = Ports(
             connect=connect,
