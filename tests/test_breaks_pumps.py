@@ -1,0 +1,99 @@
+"""What went wrong when settings, faults, stops and crashes of whole runs met at random."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from test_controller import SAMPLERS, fates, settings, uneven
+
+from sc_core.audit import audit
+from sc_core.config import ControllerConfig, decode
+from sc_core.errors import CallFailed, ConfigError
+from sc_core.ports import EventKind
+from sc_core.records import Cut
+from sc_core.replay import replay
+from sc_core.testing import MemoryRun
+from sc_core.verify import candidates, verify
+
+pytestmark = pytest.mark.anyio
+on_both = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio-0"], indirect=True)
+
+
+def cuts(run: MemoryRun) -> list[tuple[str, Cut]]:
+    return [(path.name, verify(path, run.disk).cut) for path in candidates(run.directory, run.disk)]
+
+
+def in_order_again(run: MemoryRun) -> None:
+    """Law and decisions, from the log alone."""
+    report = audit(run.log.events, cuts(run))
+    assert report.ok, report
+    again = replay(run.log.events, cuts(run))
+    assert again.ok, again.difference
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@on_both
+async def test_the_replay_of_a_run_that_was_given_more_epochs_goes_on(sampler: str) -> None:
+    run = MemoryRun(settings(sampler, steps=100), range(10), latency=uneven)
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("exhausted", 3)
+    run.epochs = 2
+    result = await run.run()
+    assert result is not None and result.reason == "exhausted"
+    assert fates(run)["trained"] + fates(run)["dropped"] == 20
+    in_order_again(run)
+
+
+@on_both
+async def test_a_run_that_resumes_past_its_last_step_is_evaluated_at_its_end_all_the_same() -> None:
+    grpo = {"val_at_end": True}
+    run = MemoryRun(settings(steps=6), range(100), held_out=["a", "b"])
+    await run.run()
+    run.config = settings(steps=4, grpo=grpo)
+    result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("max_steps", 6)
+    assert [line["val/prompts"] for line in run.metrics.steps] == [2.0]
+    await run.run()
+    assert run.metrics.steps == []  # it is in the bundle
+
+
+@on_both
+async def test_no_request_is_left_of_attempts_that_ended_before_they_began() -> None:
+    """They are counted before their task begins, or is woken, and that may never be."""
+    run = MemoryRun(settings("windowed"), range(100), latency=uneven)
+    append = run.log.append
+
+    def full(kind: EventKind, **fields: Any) -> int:
+        if kind == "dispatched" and fields["ordinal"] == 10:
+            raise OSError(28, "No space left")
+        return append(kind, **fields)
+
+    run.log.append = full  # type: ignore[method-assign]
+    with pytest.raises(CallFailed, match="dispatched to the event log"):
+        await run.run()
+    assert run.controller is not None
+    assert run.controller.report().requests == 0
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"rollout_failure": {"backoff_base_s": -1.0}},
+        {"rollout_failure": {"max_backoff_s": -0.5}},
+        {"rollout_failure": {"backoff_base_s": math.nan}},
+        {"stop_grace_s": -1.0},
+        {"stop_grace_s": math.nan},
+        {"stall_watchdog": {"stall_timeout_s": math.nan}},
+        {"max_stale_requeues": -1},
+    ],
+    ids=str,
+)
+def test_no_wait_of_negative_length_is_accepted(section: dict[str, Any]) -> None:
+    (key, value), *_ = section.items()
+    if isinstance(value, dict):
+        ((inner, _),) = value.items()
+        key = f"{key}.{inner}"
+    with pytest.raises(ConfigError, match=rf"async_rl\.{key} is (-|nan).*at least 0"):
+        decode({"async_rl": section}, ControllerConfig)
