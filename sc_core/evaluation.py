@@ -80,7 +80,7 @@ class Evaluator:
         grpo, last, step = self._grpo, self._state.ledger.evaluation, self._state.ledger.step
         if last is not None and last.weight_version == self._state.ledger.weight_version:
             return last.summary is None
-        if grpo.val_at_end and (at_end or step == grpo.max_num_steps):
+        if grpo.val_at_end and (at_end or step >= grpo.max_num_steps):
             return True
         if step == 0:
             return grpo.val_at_start
