@@ -64,13 +64,16 @@ class RolloutPump:
 
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
-        async with anyio.create_task_group() as attempts:
-            attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
-            while True:  # restored prompts, retries, and whatever a closed gate kept waiting
-                await self._state.wait_until(
-                    lambda _: self._next_dispatch() is not None, "a prompt that may go out"
-                )
-                self._dispatch(attempts)
+        try:
+            async with anyio.create_task_group() as attempts:
+                attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
+                while True:  # restored prompts, retries, and whatever a closed gate kept waiting
+                    await self._state.wait_until(
+                        lambda _: self._next_dispatch() is not None, "a prompt that may go out"
+                    )
+                    self._dispatch(attempts)
+        finally:  # a task may have been cancelled before it took the attempt it was given
+            self._state.requests.set(0)
         raise ended_from_outside("an attempt")
 
     def _dispatch(self, attempts: TaskGroup) -> None:
