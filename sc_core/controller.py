@@ -238,7 +238,8 @@ class SingleController:
     def report(self) -> StallReport:
         """What the run waits for now, and the likeliest reason if it does not go on.
 
-        Looks at the stack of every task: for people and for stalls, not for every second.
+        Looks at the stack of every task: for people and for stalls, not for every second. Call it
+        in a task: a callback of the loop, such as a signal handler, may see none.
         """
         return self._watchdog.report()
 

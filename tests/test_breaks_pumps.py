@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
 import pytest
 from test_controller import SAMPLERS, fates, settings, uneven
+from virtual_clock import VirtualClockLoop
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
@@ -14,6 +16,7 @@ from sc_core.errors import CallFailed, ConfigError
 from sc_core.ports import EventKind
 from sc_core.records import Cut
 from sc_core.replay import replay
+from sc_core.report import StallReport
 from sc_core.testing import MemoryRun
 from sc_core.verify import candidates, verify
 
@@ -75,6 +78,24 @@ async def test_no_request_is_left_of_attempts_that_ended_before_they_began() -> 
         await run.run()
     assert run.controller is not None
     assert run.controller.report().requests == 0
+
+
+def test_a_report_from_a_callback_of_the_loop_does_not_say_that_the_run_is_over() -> None:
+    run = MemoryRun(settings(), range(100), latency=uneven)
+    reports: list[StallReport] = []
+
+    def look() -> None:
+        assert run.controller is not None
+        run.controller._barrier._clock = lambda: 5.0  # the virtual one is for tasks
+        reports.append(run.controller.report())
+
+    async def live() -> None:
+        asyncio.get_running_loop().call_later(5, look)
+        await run.run()
+
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(live())
+    assert "or this was asked outside the tasks of its event loop" in reports[0].cause
 
 
 @pytest.mark.parametrize(
