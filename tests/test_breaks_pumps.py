@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import Any
 
+import anyio
 import pytest
 from test_controller import SAMPLERS, fates, settings, uneven
 from virtual_clock import VirtualClockLoop
@@ -13,8 +14,9 @@ from virtual_clock import VirtualClockLoop
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
 from sc_core.errors import CallFailed, ConfigError
+from sc_core.events import Event
 from sc_core.ports import EventKind
-from sc_core.records import Cut
+from sc_core.records import Cut, Prompt
 from sc_core.replay import replay
 from sc_core.report import StallReport
 from sc_core.testing import MemoryRun
@@ -47,6 +49,36 @@ async def test_the_replay_of_a_run_that_was_given_more_epochs_goes_on(sampler: s
     assert result is not None and result.reason == "exhausted"
     assert fates(run)["trained"] + fates(run)["dropped"] == 20
     in_order_again(run)
+
+
+@on_both
+async def test_a_stop_at_the_end_of_prompts_moves_no_target() -> None:
+    """The log would not tell of it, and the next life admits by targets."""
+
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if run.lives == 1 and prompt.ordinal == 4:
+            await anyio.sleep(50)
+            raise ConnectionError("engine went away")
+
+    failure = {"rollout_failure": {"max_infra_attempts_per_prompt": 1}}
+    config = settings("in_order-2", steps=100, async_rl=failure)
+    run = MemoryRun(config, range(10), script=script)
+
+    def stop(event: Event) -> bool:
+        if run.lives == 1 and event.event == "dropped":
+            assert run.controller is not None
+            run.controller.stop()  # with target 1 a group short, and two groups of target 2
+        return False
+
+    result = await run.run(crash_when=stop)
+    assert result is not None and (result.reason, result.step) == ("stopped", 1)
+    assert run.controller is not None
+    targets = [record.target_step for record in run.controller.ledger_records()]
+    assert targets == [1, 1, 1, 2, 2]
+    run.epochs = 2
+    await run.run()
+    again = replay(run.log.events)
+    assert again.ok, again.difference
 
 
 @on_both
