@@ -13,12 +13,13 @@ from virtual_clock import VirtualClockLoop
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
-from sc_core.errors import CallFailed, ConfigError
+from sc_core.errors import CallFailed, ConfigError, Conservation
 from sc_core.events import Event
-from sc_core.ports import EventKind
-from sc_core.records import Cut, Prompt
+from sc_core.ports import EventKind, SamplerView
+from sc_core.records import Cut, LedgerRecord, Prompt
 from sc_core.replay import replay
 from sc_core.report import StallReport
+from sc_core.samplers import InOrder
 from sc_core.testing import MemoryRun
 from sc_core.verify import candidates, verify
 
@@ -92,6 +93,36 @@ async def test_a_run_that_resumes_past_its_last_step_is_evaluated_at_its_end_all
     assert [line["val/prompts"] for line in run.metrics.steps] == [2.0]
     await run.run()
     assert run.metrics.steps == []  # it is in the bundle
+
+
+class Rough(InOrder):
+    """Says that a step is what it is not."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__(0)
+        self._step = step
+
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        step: int = self._step
+        return step
+
+
+@pytest.mark.parametrize("step", [2.5, "2", True], ids=repr)
+@on_both
+async def test_a_sampler_that_shortens_what_is_no_step_ends_the_run_before_the_log_has_it(
+    step: Any,
+) -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 5:
+            raise ConnectionError("engine went away")
+
+    failure = {"max_infra_attempts_per_prompt": 1, "on_dropped_prompt": "shortfall"}
+    config = settings(async_rl={"rollout_failure": failure})
+    run = MemoryRun(config, range(100), script=script, sampler=Rough(step))
+    with pytest.raises(Conservation, match="is no weight version"):
+        await run.run()
+    assert all(event.event != "dropped" for event in run.log.events)
+    assert audit(run.log.events).ok
 
 
 @on_both
