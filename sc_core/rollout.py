@@ -16,7 +16,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
-from sc_core.calls import ended_from_outside, failed, in_tree
+from sc_core.calls import ended_from_outside, failed, in_tree, told
 from sc_core.config import ControllerConfig
 from sc_core.errors import (
     CallTimeout,
@@ -169,7 +169,7 @@ class RolloutPump:
     async def _failed(self, record: LedgerRecord, error: Exception) -> None:
         """Retry after a back-off, or follow `on_dropped_prompt`. Never a stand-in group."""
         state, ordinal = self._state, record.ordinal
-        reason = f"{type(error).__name__}: {error}"
+        reason = told(error)
         cause: Failure = "data" if isinstance(error, DataFailure) else "infra"
         if cause == "data":
             failed, allowed = record.data_failures, self._failures.max_data_attempts_per_prompt

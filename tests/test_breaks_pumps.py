@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,8 +14,15 @@ from virtual_clock import VirtualClockLoop
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
-from sc_core.errors import CallFailed, ConfigError, Conservation
-from sc_core.events import Event
+from sc_core.errors import (
+    CallFailed,
+    ConfigError,
+    Conservation,
+    EnginesFailed,
+    WeightSyncError,
+    WrongAnswer,
+)
+from sc_core.events import Event, JsonlEventLog, read_events
 from sc_core.ports import EventKind, SamplerView
 from sc_core.records import Cut, LedgerRecord, Prompt
 from sc_core.replay import replay
@@ -123,6 +131,66 @@ async def test_a_sampler_that_shortens_what_is_no_step_ends_the_run_before_the_l
         await run.run()
     assert all(event.event != "dropped" for event in run.log.events)
     assert audit(run.log.events).ok
+
+
+HALF = b"disk \xff".decode(errors="surrogateescape")  #: as a file name may be in an error
+
+
+@on_both
+async def test_a_message_that_no_file_can_hold_costs_an_attempt_and_not_the_run(
+    tmp_path: Path,
+) -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.group_id in ("2.0", "3.0", "3.1", "3.2"):
+            raise OSError(HALF)
+
+    config = settings(async_rl={"weight_sync_attempts": 1})
+    run = MemoryRun(config, range(100), script=script, engines=2, replaceable=True)
+    log = JsonlEventLog(tmp_path / "events.jsonl")
+    run.log = log  # type: ignore[assignment]
+
+    async def transfer(version: int) -> Any:
+        if version == 2 and len(run.engines.serves) == 2:
+            raise EnginesFailed("transfer", {"engine1": HALF})
+        return await real(version)
+
+    real = run.engines.transfer
+    run.engines.transfer = transfer  # type: ignore[method-assign]
+    result = await run.run()
+    log.close()
+    assert result is not None and result.step == 12
+    told = [event.reason for event in read_events(tmp_path / "events.jsonl") if event.reason]
+    assert [reason.endswith("disk \\udcff") for reason in told] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("answer", [{0: 1}, {"engine0": 1, None: 1}], ids=repr)
+@on_both
+async def test_an_engine_without_a_name_is_refused_before_the_log_has_it(answer: Any) -> None:
+    run = MemoryRun(settings(), range(100))
+
+    async def transfer(version: int) -> Any:
+        return dict.fromkeys(answer, version)
+
+    run.engines.transfer = transfer  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match=r"names an engine (0|None), no string"):
+        await run.run()
+    assert all(event.event != "weight_sync" for event in run.log.events)
+
+
+@pytest.mark.parametrize("broken", ["raises", "None"])
+@on_both
+async def test_a_fleet_that_fails_to_put_out_an_engine_is_named(broken: str) -> None:
+    run = MemoryRun(settings(), range(100), engines=2, replaceable=True)
+
+    def put_out(engine: str, reason: str) -> Any:
+        if broken == "raises":
+            raise KeyError(engine)
+
+    run.engines.put_out = put_out  # type: ignore[method-assign]
+    run.engines.fail("pause", "engine1", 9)
+    error = CallFailed if broken == "raises" else WrongAnswer
+    with pytest.raises(error, match=r"fleet\.put_out"):
+        await run.run()
 
 
 @on_both
