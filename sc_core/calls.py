@@ -71,7 +71,18 @@ def at_once(call: str, work: Callable[..., R], *args: Any) -> R:
 
 def failed(call: str, error: Exception) -> CallFailed:
     """What to raise from an error that a port raised."""
-    return CallFailed(call, f"{type(error).__name__}: {error}")
+    return CallFailed(call, told(error))
+
+
+def told(error: BaseException) -> str:
+    """Kind and message of an error, as a file can hold them."""
+    return writable(f"{type(error).__name__}: {error}")
+
+
+def writable(text: str) -> str:
+    """`text` with what no file can hold written out: Python has bytes that are no text as halves
+    of surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def in_tree(task: Callable[..., Awaitable[R]], *args: Any) -> R:

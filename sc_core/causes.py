@@ -52,7 +52,10 @@ class _Case:
 
     def cause(self) -> str:
         if not self._waits:
-            return "no task of the run is there: it has not begun, or it has ended"
+            return (
+                "no task of the run is in sight: it has not begun, it has ended, or this was asked"
+                " outside the tasks of its event loop"
+            )
         pump, gate = self._waits[0], self._state.gate_closed_for
         if pump.what == GROUPS_READY:
             return self._no_groups()

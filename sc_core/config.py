@@ -217,7 +217,13 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(1, f"{key}max_consecutive_dropped_prompts", in_a_row)
         _at_least(0, f"{key}max_skipped_prompts", failure.max_skipped_prompts)
         _at_least(0, f"{key}replacement_reserve_prompts", failure.replacement_reserve_prompts)
+        _at_least(0, f"{key}backoff_base_s", failure.backoff_base_s)
+        _at_least(0, f"{key}max_backoff_s", failure.max_backoff_s)
+        _at_least(0, "async_rl.max_stale_requeues", rl.max_stale_requeues)
         _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
+        _at_least(0, "async_rl.stop_grace_s", rl.stop_grace_s)
+        stall_timeout_s = rl.stall_watchdog.stall_timeout_s
+        _at_least(0, "async_rl.stall_watchdog.stall_timeout_s", stall_timeout_s)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train
@@ -239,8 +245,8 @@ class ControllerConfig(_Settings, frozen=True):
             raise ConfigError(f"{key}, and nothing is evaluated: set grpo.val_period")
 
 
-def _at_least(least: int, key: str, value: int | None) -> None:
-    if value is not None and value < least:
+def _at_least(least: float, key: str, value: float | None) -> None:
+    if value is not None and not value >= least:  # nor is it NaN
         raise ConfigError(f"{key} is {value}; it must be at least {least}")
 
 

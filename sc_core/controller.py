@@ -17,7 +17,7 @@ from sc_core.attempt import GroupBuilder
 from sc_core.barrier import BarrierStatistics, CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY, stop_in_time
 from sc_core.bundle import BundleStore
-from sc_core.calls import at_once, ended_from_outside, in_thread, in_tree, settle
+from sc_core.calls import at_once, ended_from_outside, in_thread, in_tree, settle, told
 from sc_core.config import ControllerConfig
 from sc_core.decisions import DecisionSettings
 from sc_core.errors import (
@@ -209,7 +209,7 @@ class SingleController:
         except BaseException as error:
             cause = root_cause(error)
             if isinstance(cause, Exception):
-                reason = f"{type(cause).__name__}: {cause}"
+                reason = told(cause)
                 if isinstance(cause, StallError):  # the report is in the log already
                     reason = f"{type(cause).__name__}: {cause.cause}"
                 logger.error("the run failed: %s", reason)
@@ -238,7 +238,8 @@ class SingleController:
     def report(self) -> StallReport:
         """What the run waits for now, and the likeliest reason if it does not go on.
 
-        Looks at the stack of every task: for people and for stalls, not for every second.
+        Looks at the stack of every task: for people and for stalls, not for every second. Call it
+        in a task: a callback of the loop, such as a signal handler, may see none.
         """
         return self._watchdog.report()
 

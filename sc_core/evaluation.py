@@ -21,7 +21,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
-from sc_core.calls import in_tree
+from sc_core.calls import in_tree, told
 from sc_core.config import ControllerConfig
 from sc_core.errors import ConfigError, DataFailure, RolloutError, WorkerDied
 from sc_core.ports import RolloutWorker, ValidationPrompts
@@ -80,7 +80,7 @@ class Evaluator:
         grpo, last, step = self._grpo, self._state.ledger.evaluation, self._state.ledger.step
         if last is not None and last.weight_version == self._state.ledger.weight_version:
             return last.summary is None
-        if grpo.val_at_end and (at_end or step == grpo.max_num_steps):
+        if grpo.val_at_end and (at_end or step >= grpo.max_num_steps):
             return True
         if step == 0:
             return grpo.val_at_start
@@ -211,7 +211,7 @@ class Evaluator:
         self._keep(EvaluatedPrompt(number=number, rewards=rewards, tokens=tokens))
 
     async def _failed(self, attempt: _Attempt, group: GroupId, error: Exception) -> None:
-        self._reason = f"{type(error).__name__}: {error}"
+        self._reason = told(error)
         logger.warning("group %s of an evaluation failed: %s", group, self._reason)
         number, infra, data = attempt
         if isinstance(error, DataFailure):

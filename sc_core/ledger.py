@@ -325,8 +325,13 @@ class Ledger:
         """That step, if it can go without a group, or the next if it has all of its groups.
 
         None: it is none to come, or would be left with no group.
+
+        Raises:
+            Conservation: a sampler named something that is no step.
         """
         version = self.weight_version
+        if step is not None and type(step) is not int:
+            raise Conservation(f"a step can't go without a group: {step!r} is no weight version")
         if step is None or step < version:
             return None
         if step == version and self.index.selected_count >= self.groups_of_target(version):

@@ -337,6 +337,7 @@ class _Replay:
                 if record.admitted:
                     places.restore(record.ordinal)
             self._state.restored(cut, load_replay_buffer=settings.load_replay_buffer)
+            ledger.exhausted = False  # the source is asked once more
 
     def _as_restored(
         self, state: RunState, settings: DecisionSettings, sampler: Sampler

@@ -93,6 +93,16 @@ def check_mapping(answer: object, call: str, expected: str) -> Mapping[str, Any]
     return answer
 
 
+def check_count(answer: object, call: str, expected: str) -> int:
+    """
+    Raises:
+        WrongAnswer: it is no whole number.
+    """
+    if not isinstance(answer, int):
+        raise WrongAnswer(f"{call} returned {_kind(answer)}, not {expected}")
+    return answer
+
+
 def check_rows(listed: object, call: str) -> frozenset[SampleId]:
     """
     Raises:

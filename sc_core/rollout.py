@@ -16,7 +16,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sc_core.attempt import AttemptFailed, GroupBuilder
-from sc_core.calls import ended_from_outside, failed, in_tree
+from sc_core.calls import ended_from_outside, failed, in_tree, told
 from sc_core.config import ControllerConfig
 from sc_core.errors import (
     CallTimeout,
@@ -64,13 +64,16 @@ class RolloutPump:
 
     async def run(self) -> None:
         """Pull and dispatch for ever; a cancel ends every attempt and leaves no half group."""
-        async with anyio.create_task_group() as attempts:
-            attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
-            while True:  # restored prompts, retries, and whatever a closed gate kept waiting
-                await self._state.wait_until(
-                    lambda _: self._next_dispatch() is not None, "a prompt that may go out"
-                )
-                self._dispatch(attempts)
+        try:
+            async with anyio.create_task_group() as attempts:
+                attempts.start_soon(in_tree, self._pull, attempts, name="prompts")
+                while True:  # restored prompts, retries, and whatever a closed gate kept waiting
+                    await self._state.wait_until(
+                        lambda _: self._next_dispatch() is not None, "a prompt that may go out"
+                    )
+                    self._dispatch(attempts)
+        finally:  # a task may have been cancelled before it took the attempt it was given
+            self._state.requests.set(0)
         raise ended_from_outside("an attempt")
 
     def _dispatch(self, attempts: TaskGroup) -> None:
@@ -166,7 +169,7 @@ class RolloutPump:
     async def _failed(self, record: LedgerRecord, error: Exception) -> None:
         """Retry after a back-off, or follow `on_dropped_prompt`. Never a stand-in group."""
         state, ordinal = self._state, record.ordinal
-        reason = f"{type(error).__name__}: {error}"
+        reason = told(error)
         cause: Failure = "data" if isinstance(error, DataFailure) else "infra"
         if cause == "data":
             failed, allowed = record.data_failures, self._failures.max_data_attempts_per_prompt

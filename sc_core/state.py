@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 
-from sc_core.calls import ended_from_outside, failed
+from sc_core.calls import ended_from_outside, failed, writable
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
@@ -297,7 +297,7 @@ class RunState:
         """The first reason counts; one request without a save is enough for there to be none."""
         self.save_on_stop = self.save_on_stop and save
         if self.stop_reason is None:
-            self.stop_reason = reason
+            self.stop_reason = writable(reason)
             self.touch()
 
     def request_save(self) -> None:

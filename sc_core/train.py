@@ -201,6 +201,8 @@ class TrainPump:
             at_most = self._missing(groups)
             if at_most <= 0:  # what it waited for was dropped, and it goes without
                 return []
+            if state.stop_reason is not None:  # nor may it move targets: no event tells of that
+                return []
             at_least = min(self._groups_per_chunk, at_most)
             chosen = list(sampler.select(ledger, at_least, at_most))
             if state.nothing_more and len(chosen) < at_most:  # the tail makes one short step
@@ -212,11 +214,11 @@ class TrainPump:
                 raise Conservation(
                     f"sampler {sampler.name} selected {len(chosen)} groups of {at_most} at most"
                 )
-            if state.stop_reason is None and chosen:
+            if chosen:
                 chosen.sort(key=lambda group: group.ordinal)
                 state.selected(chosen, step)
                 return chosen
-            if state.stop_reason is not None or state.nothing_more:
+            if state.nothing_more:
                 return []
             if state.save_requested:
                 await self._save()

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import anyio
 
-from sc_core.calls import settle
+from sc_core.calls import at_once, settle, writable
 from sc_core.config import AsyncRlConfig
 from sc_core.errors import (
     CallFailed,
@@ -21,9 +21,10 @@ from sc_core.errors import (
     EnginesFailed,
     WeightSyncError,
     WorkerDied,
+    WrongAnswer,
 )
 from sc_core.ports import EngineFleet, WeightSync
-from sc_core.returned import check_mapping
+from sc_core.returned import check_count, check_mapping
 from sc_core.state import DRAINED, GATE_OPEN, RunState
 from sc_core.watched import Watched
 
@@ -130,7 +131,7 @@ class WeightUpdates:
         out = "; ".join(f"{engine}: {reason}" for engine, reason in self._put_out.items())
         state.open_gate(
             confirmed.keys() - self._put_out.keys(),
-            reason=f"engines out of service: {out}" if out else None,
+            reason=writable(f"engines out of service: {out}") if out else None,
         )
 
     async def _wait_for_requests(self) -> None:
@@ -151,6 +152,9 @@ class WeightUpdates:
         )
         if not confirmed:
             raise WeightSyncError(f"weight version {version} was confirmed by no engine")
+        for engine in confirmed:
+            if not isinstance(engine, str):  # no log with it could be read again
+                raise WrongAnswer(f"weight_sync.transfer names an engine {engine!r}, no string")
         wrong = {e: f"it has version {at}" for e, at in confirmed.items() if at != version}
         if wrong:
             raise EnginesFailed(f"transfer of weight version {version}", wrong)
@@ -183,7 +187,11 @@ class WeightUpdates:
             return False
         left = 0
         for engine, reason in failures.items():
-            left = self._fleet.put_out(engine, reason)
+            left = check_count(
+                at_once("fleet.put_out", self._fleet.put_out, engine, reason),
+                "fleet.put_out",
+                "how many engines are left",
+            )
             self._put_out[engine] = reason
             self._state.engine_out(engine, reason)
         return left > 0
