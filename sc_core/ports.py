@@ -113,6 +113,9 @@ class RolloutWorker(Protocol):
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """Generate one sibling (0 … G-1) and its reward. Cancelling it frees what it used.
 
+        `prompt.payload` is the same object for all siblings and attempts, and is what bundles
+        have: a conversation grows in a copy of it.
+
         Raises:
             DataFailure: the prompt itself is at fault. Any other exception counts as a
                 failure of the infrastructure.

@@ -97,7 +97,11 @@ class Staged:
         except RestoreError as exc:
             raise SaveError(f"the cut of step {cut.step} could not be read back: {exc}") from exc
         if actual != digest:
-            raise SaveError(f"the cut of step {cut.step} has digest {actual}, not {digest}")
+            raise SaveError(
+                f"the cut of step {cut.step} has digest {actual}, not {digest}: something in it was"
+                " changed where it lay, maybe a prompt's payload by a rollout worker, or the"
+                " position by its source; they must work on copies"
+            )
         numbers = {name: float(value) for name, value in metrics.items()}
         info = training_info(cut, created=self._now(), metrics=numbers, ft_only=ft_only)
         self._manifest = None

@@ -19,6 +19,7 @@ from sc_core.errors import (
     ConfigError,
     Conservation,
     EnginesFailed,
+    SaveError,
     WeightSyncError,
     WrongAnswer,
 )
@@ -191,6 +192,18 @@ async def test_a_fleet_that_fails_to_put_out_an_engine_is_named(broken: str) -> 
     error = CallFailed if broken == "raises" else WrongAnswer
     with pytest.raises(error, match=r"fleet\.put_out"):
         await run.run()
+
+
+@on_both
+async def test_a_save_says_that_a_worker_has_changed_a_prompt() -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        prompt.payload["messages"].append("another turn")
+
+    prompts = [{"messages": [f"question {number}"]} for number in range(100)]
+    run = MemoryRun(settings(), prompts, latency=uneven, script=script)
+    with pytest.raises(SaveError, match="changed where it lay, maybe a prompt's payload by a"):
+        await run.run()
+    assert run.bundles() == []
 
 
 @on_both
