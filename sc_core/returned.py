@@ -22,6 +22,7 @@ from sc_core.errors import (
 from sc_core.records import GroupId, PulledPrompt, Sample, SampleId
 
 _encode = msgspec.msgpack.Encoder().encode
+_UNCHANGEABLE = frozenset({int, str, bytes, type(None)})
 _MOST = 2.0**128  #: of a reward, as in float32, and so that the sum of many is finite as well
 _TOKENS = range(2**48)  #: the sum of many still fits into 64 bits
 
@@ -68,19 +69,22 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
 
 
 def check_pulled(pulled: object) -> PulledPrompt:
-    """
+    """The prompt, with a position that no later call of its source can change.
+
     Raises:
         WrongAnswer: it is no prompt with its position, or nothing could save that position.
     """
     if not isinstance(pulled, PulledPrompt):
         raise WrongAnswer(f"source.next_prompt returned {_kind(pulled)}, not a PulledPrompt")
     try:
-        _encode(pulled.position)
+        encoded = _encode(pulled.position)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise WrongAnswer(
             f"source.next_prompt returned a position that can't be saved as msgpack: {exc}"
         ) from exc
-    return pulled
+    if type(pulled.position) in _UNCHANGEABLE:
+        return pulled
+    return replace(pulled, position=msgspec.msgpack.decode(encoded))
 
 
 def check_mapping(answer: object, call: str, expected: str) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from sc_core.errors import (
 )
 from sc_core.events import Event, JsonlEventLog, read_events
 from sc_core.ports import EventKind, SamplerView
-from sc_core.records import Cut, LedgerRecord, Prompt
+from sc_core.records import Cut, LedgerRecord, Prompt, PulledPrompt
 from sc_core.replay import replay
 from sc_core.report import StallReport
 from sc_core.samplers import InOrder
-from sc_core.testing import MemoryRun
+from sc_core.testing import ListPrompts, MemoryRun
 from sc_core.verify import candidates, verify
 
 pytestmark = pytest.mark.anyio
@@ -192,6 +193,48 @@ async def test_a_fleet_that_fails_to_put_out_an_engine_is_named(broken: str) -> 
     error = CallFailed if broken == "raises" else WrongAnswer
     with pytest.raises(error, match=r"fleet\.put_out"):
         await run.run()
+
+
+class OnePosition(ListPrompts):
+    """Counts in a position of its own, which it gives away with every prompt."""
+
+    def __init__(self, prompts: Sequence[Any]) -> None:
+        super().__init__(prompts)
+        self.position = {"next": 0}
+
+    async def next_prompt(self) -> PulledPrompt:
+        self.position["next"] += 1
+        await anyio.sleep(1)  # meanwhile it counts a prompt that nobody has
+        pulled = await super().next_prompt()
+        return PulledPrompt(pulled.payload, self.position)
+
+    async def seek(self, position: Any) -> None:
+        self.position = position or {"next": 0}
+        await super().seek(self.position["next"])
+
+
+@on_both
+async def test_a_source_that_counts_on_in_the_position_it_gave_loses_no_prompt() -> None:
+    run = MemoryRun(settings("windowed"), range(200), latency=lambda *_: 1.5)
+    pulled: list[Any] = []
+    for stop_at in (3, 6, 12):
+        if pulled:
+            run.start_life()
+            run.log = run.log.after_crash()
+        run.source = OnePosition(range(200))
+
+        def stop(event: Event, at: int = stop_at) -> bool:
+            if event.event == "trained" and event.step == at < 12:
+                assert run.controller is not None
+                run.controller.stop()
+            return False
+
+        run._lived = False  # this life is built already
+        result = await run.run(crash_when=stop)
+        assert result is not None and result.step == stop_at
+        assert run.controller is not None
+        pulled += run.source.pulled[: run.controller._state.ledger.next_ordinal - len(pulled)]
+        assert pulled == list(range(len(pulled)))
 
 
 @on_both
