@@ -22,6 +22,7 @@ from sc_core.controller import ControllerStatistics as ControllerStatistics
 from sc_core.controller import Ports as Ports
 from sc_core.controller import RunResult as RunResult
 from sc_core.controller import SingleController as SingleController
+from sc_core.difference import Difference as Difference
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.errors import BundleDamaged as BundleDamaged
@@ -77,7 +78,6 @@ from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
 from sc_core.records import SampleId as SampleId
 from sc_core.records import Stamp as Stamp
-from sc_core.replay import Difference as Difference
 from sc_core.replay import ReplayReport as ReplayReport
 from sc_core.replay import replay as replay
 from sc_core.replay import replay_run as replay_run

@@ -19,11 +19,12 @@ from virtual_clock import VirtualClockLoop
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, RolloutRecoveryConfig, SamplerConfig
 from sc_core.decisions import DecisionSettings
+from sc_core.difference import Difference
 from sc_core.errors import RestoreError
 from sc_core.events import Event, JsonlEventLog
 from sc_core.ports import Sampler, SamplerView
 from sc_core.records import Cut, Group
-from sc_core.replay import Difference, ReplayReport, replay, replay_log
+from sc_core.replay import ReplayReport, replay, replay_log
 from sc_core.samplers import InOrder, ReadyFirst, Windowed, build_sampler
 from sc_core.testing import MemoryRun
 from sc_core.testing.scenarios import GRANULARITIES, SAMPLERS, memory_run
