@@ -135,6 +135,11 @@ class Ledger:
         """Lowest start version of a group that is not selected; a retry keeps its last one."""
         return min(self._counts.unselected_of_version, default=None)
 
+    @property
+    def short_count(self) -> int:
+        """How many groups steps to come go without, all together."""
+        return sum(self.short_steps.values()) if self.short_steps else 0
+
     def groups_of_target(self, step: int) -> int:
         """P, less the groups that this step goes without; at least one."""
         if not self.short_steps:

@@ -96,8 +96,20 @@ class RolloutPump:
         if ledger.exhausted or state.stop_reason is not None:
             return False
         return ahead < self._reserve or (
-            ahead == 0 and state.places.free > 0 and state.sampler.admit(ledger) is not None
+            ahead == 0 and self._has_room() and state.sampler.admit(ledger) is not None
         )
+
+    def _has_room(self) -> bool:
+        """Whether a place is free, beyond those of groups that steps to come go without.
+
+        Else a sampler that only places bound would make more than these steps can take. Never so
+        many that the step to fill could not.
+        """
+        places, ledger = self._state.places, self._state.ledger
+        kept = ledger.short_count
+        if kept:
+            kept = min(kept, places.capacity - ledger.groups_of_target(ledger.weight_version))
+        return places.free > kept
 
     async def _pull(self, attempts: TaskGroup) -> None:
         state, deadline_s = self._state, self._deadlines.source_s
@@ -143,7 +155,7 @@ class RolloutPump:
             return None
         if record.admitted:  # a retry, or restored: it has its place, and its target
             return record.ordinal, None
-        if record.ordinal not in state.places and state.places.free == 0:
+        if record.ordinal not in state.places and not self._has_room():
             return None
         stamp = state.sampler.admit(ledger)
         return None if stamp is None else (record.ordinal, stamp)

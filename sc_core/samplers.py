@@ -156,6 +156,13 @@ class Windowed(_Stateless):
         self._staleness = max_staleness_versions
         self._freshest_first = freshest_first
 
+    def step_of(self, view: SamplerView, record: LedgerRecord) -> int | None:
+        """The last that could have trained it, as oldest come first; else the one being filled."""
+        start, version = record.start_weight_version, view.weight_version
+        if start is None or self._freshest_first:
+            return version
+        return max(version, start + self._staleness)
+
     def admit(self, view: SamplerView) -> Stamp | None:
         return Stamp()
 

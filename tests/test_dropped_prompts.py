@@ -282,6 +282,26 @@ def test_a_bundle_whose_short_steps_the_log_knows_nothing_of_is_named() -> None:
     assert "step_0 has the short steps {1: 2}; the log has {}" in str(report)
 
 
+@on_both
+async def test_a_shorter_step_leaves_no_healthy_group_over() -> None:
+    config = settings(
+        "windowed",
+        steps=40,
+        async_rl={
+            "rollout_failure": {
+                "max_infra_attempts_per_prompt": 1,
+                "on_dropped_prompt": "shortfall",
+            }
+        },
+    )
+    run = MemoryRun(config, range(10**4), script=broken(range(0, 10**4, 7)), latency=lambda *_: 1.0)
+    result = await run.run()
+    assert result is not None and result.step == 40
+    assert result.counters["shortfall"] > 20
+    assert result.counters["evicted"] == 0
+    within_places(run)
+
+
 # admission of a short step ---------------------------------------------------------------------
 
 
