@@ -215,6 +215,8 @@ class ControllerConfig(_Settings, frozen=True):
         in_a_row = failure.max_consecutive_dropped_prompts
         key = "async_rl.rollout_failure."
         _at_least(1, f"{key}max_consecutive_dropped_prompts", in_a_row)
+        _at_least(1, f"{key}max_infra_attempts_per_prompt", failure.max_infra_attempts_per_prompt)
+        _at_least(1, f"{key}max_data_attempts_per_prompt", failure.max_data_attempts_per_prompt)
         _at_least(0, f"{key}max_skipped_prompts", failure.max_skipped_prompts)
         _at_least(0, f"{key}replacement_reserve_prompts", failure.replacement_reserve_prompts)
         _at_least(0, f"{key}backoff_base_s", failure.backoff_base_s)

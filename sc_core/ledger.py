@@ -39,8 +39,8 @@ COUNTERS = (
 )  # fmt: skip
 """Groups, except the last four. `evicted` ones left the index untrained: dropped, or `requeued`.
 `aborted` ones became stale in flight. `infra_drops` and `data_drops` are those of the `dropped`
-that had no attempt left, and `shortfall` those of them that a step went without. `samples` and
-`tokens` were trained on."""
+that had no attempt left, and `shortfall` those of them that a step went without; `*_failures` are
+attempts that were followed by another. `samples` and `tokens` were trained on."""
 
 
 class Ledger:

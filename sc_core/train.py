@@ -334,8 +334,15 @@ class TrainPump:
         on_period = step % self._config.checkpointing.save_period == 0
         is_last = step == self._config.grpo.max_num_steps
         ft_only = not (lasting or on_period or is_last or step == self._lasting_step)
-        metrics = self.last_metrics or self._resumed_metrics
-        await self._window.save(step, _numbers(metrics), ft_only=ft_only)
+        numbers = _numbers(self.last_metrics or self._resumed_metrics)
+        rules = self._config.checkpointing
+        if rules.keep_top_k is not None and not ft_only and rules.ranked_by not in numbers:
+            logger.warning(
+                "the bundle of step %d has no number %s: with keep_top_k it comes last",
+                step,
+                rules.ranked_by or "(checkpointing.metric_name is not set)",
+            )
+        await self._window.save(step, numbers, ft_only=ft_only)
         self._saved = self._progress()
         if not ft_only:
             self._lasting_step = step

@@ -72,6 +72,7 @@ def step_line(status: Mapping[str, Any], max_steps: int) -> str:
 def learning_curve(metrics: Path, window: int = 10) -> str:
     """Mean reward over the first and the last steps of a run, from its metrics file."""
     rewards: dict[int, float] = {}
+    held_out = ""
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError:
@@ -83,6 +84,8 @@ def learning_curve(metrics: Path, window: int = 10) -> str:
             continue  # torn by a crash
         if isinstance(entry.get("train/reward"), int | float):
             rewards[entry["step"]] = entry["train/reward"]  # a step made again counts once
+        if isinstance(entry.get("val/reward"), int | float):
+            held_out = f"; {entry['val/reward']:.3f} on held-out prompts after step {entry['step']}"
     if not rewards:
         return ""
     by_step = [rewards[step] for step in sorted(rewards)]
@@ -90,5 +93,5 @@ def learning_curve(metrics: Path, window: int = 10) -> str:
     first, last = by_step[:window], by_step[-window:]
     return (
         f"mean reward {sum(first) / window:.3f} in the first {window} steps,"
-        f" {sum(last) / window:.3f} in the last {window}"
+        f" {sum(last) / window:.3f} in the last {window}{held_out}"
     )

@@ -523,6 +523,16 @@ async def test_both_spellings_of_a_metric_rank_alike(name: str) -> None:
     assert run.bundles() == sorted({max(rewards, key=rewards.__getitem__), 12})
 
 
+@pytest.mark.parametrize("name", [None, "train:rewrd"])
+async def test_a_bundle_without_the_number_it_is_ranked_by_is_told_of(
+    name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = {"save_period": 6, "metric_name": name, "keep_top_k": 1}
+    await MemoryRun(settings(grpo=SMALL, checkpointing=best), range(500)).run()
+    told = [m for m in caplog.messages if m.endswith("with keep_top_k it comes last")]
+    assert len(told) == 2 and (name or "").replace(":", "/") in told[0]
+
+
 # settings --------------------------------------------------------------------------------
 
 

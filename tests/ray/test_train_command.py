@@ -250,6 +250,9 @@ def test_the_learning_curve_counts_a_step_made_twice_once(tmp_path: Path) -> Non
     assert learning_curve(tmp_path / "m") == (
         "mean reward 0.000 in the first 2 steps, 0.750 in the last 2"
     )
+    with (tmp_path / "m").open("a") as file:
+        file.write('\n{"step": 4, "val/reward": 0.25}\n')
+    assert learning_curve(tmp_path / "m").endswith("; 0.250 on held-out prompts after step 4")
     assert learning_curve(tmp_path / "none") == ""
 
 
