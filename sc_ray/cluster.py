@@ -49,7 +49,10 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
         return
     if not ray.is_initialized():
         on_exit.callback(ray.shutdown)
-        ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        with _own_sigterm():
+            ray.init(
+                address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR
+            )
     check_cpus(config, ray.available_resources().get("CPU", 0.0))
 
 

@@ -198,6 +198,8 @@ def setup_single_controller(
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
         generation = _start_generation(config, prepared, on_exit)
+        if config.cluster.spread_generation:  # else TransferQueue may take CPUs of other nodes
+            anyio.run(_nodes_of, generation, config.cluster.start_deadline_s)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -380,15 +382,21 @@ async def _until_up(
     trainer: RayTrainer, generation: Mapping[str, Any], deadline_s: float
 ) -> frozenset[str]:
     """Wait for every worker; returns the names of those that are on another node."""
-    here = ray.get_runtime_context().get_node_id()
-    far: set[str] = set()
-    waits_for = trainer.name
     with anyio.move_on_after(deadline_s) as deadline:
         await trainer.ping()
-        for name, actor in generation.items():
-            waits_for = name
-            if await RayEngine(actor, name=name).node_id() != here:
-                far.add(name)
     if deadline.cancelled_caught:
-        raise CallTimeout(f"starting {waits_for}", deadline_s)
-    return frozenset(far)
+        raise CallTimeout(f"starting {trainer.name}", deadline_s)
+    here = ray.get_runtime_context().get_node_id()
+    nodes = await _nodes_of(generation, deadline_s)
+    return frozenset(name for name, node in nodes.items() if node != here)
+
+
+async def _nodes_of(generation: Mapping[str, Any], deadline_s: float) -> dict[str, str]:
+    """Wait for the generation workers; returns the node of each."""
+    nodes: dict[str, str] = {}
+    for name, actor in generation.items():
+        with anyio.move_on_after(deadline_s) as deadline:
+            nodes[name] = await RayEngine(actor, name=name).node_id()
+        if deadline.cancelled_caught:
+            raise CallTimeout(f"starting {name}", deadline_s)
+    return nodes

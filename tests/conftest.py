@@ -26,7 +26,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 _EAGER = ["asyncio-eager"] if hasattr(asyncio, "eager_task_factory") else []
 
 
-@pytest.fixture(params=["asyncio", *_EAGER, *(f"trio-{seed}" for seed in range(3))])
+@pytest.fixture(params=["asyncio", *_EAGER, *(f"trio-{seed}" for seed in range(2))])
 def anyio_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """asyncio, with eager tasks where Python has them, and trio once per scheduler seed."""
     name, _, variant = request.param.partition("-")
