@@ -198,8 +198,6 @@ def setup_single_controller(
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
         generation = _start_generation(config, prepared, on_exit)
-        if config.cluster.spread_generation:  # else TransferQueue may take CPUs of other nodes
-            anyio.run(_nodes_of, generation, config.cluster.start_deadline_s)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(

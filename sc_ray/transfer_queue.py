@@ -390,13 +390,26 @@ def _start(spec: TransferQueueSpec) -> None:
             f"{spec.storage_units} storage units need {needed} CPUs and Ray has {there:g}: "
             f"start Ray with a larger num_cpus, which need not be real ones"
         )
-    units = {"num_data_storage_units": spec.storage_units}
+    # Left alone, it puts units on every node in turn, whether a CPU is free there or not. And all
+    # write their snapshot into one directory.
+    units = {
+        "num_data_storage_units": spec.storage_units,
+        "required_node_resource": _this_node_alone(),
+    }
     config = {"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": units}}
     try:
         within(spec.start_deadline_s, "starting TransferQueue", lambda: transfer_queue.init(config))
     except BaseException:
         _stop_quietly(spec)
         raise
+
+
+def _this_node_alone() -> str:
+    """A resource that Ray gives to this node, and to no other: being the head, or its address."""
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+    head = "node:__internal_head__"
+    return head if head in node["Resources"] else f"node:{node['NodeManagerAddress']}"
 
 
 def _stop_quietly(spec: TransferQueueSpec) -> None:
