@@ -111,7 +111,8 @@ class InstantWorld:
 
     async def abandon_step(self) -> None: ...
 
-    async def save(self, directory: Path) -> None: ...
+    async def save(self, directory: Path) -> None:
+        (directory / "weights").touch()
 
     async def finalize_save(self) -> None: ...
 
