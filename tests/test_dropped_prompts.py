@@ -283,6 +283,18 @@ def test_a_bundle_whose_short_steps_the_log_knows_nothing_of_is_named() -> None:
 
 
 @on_both
+async def test_a_later_step_that_goes_short_takes_no_place_from_the_one_to_fill() -> None:
+    config = failing(
+        "windowed", rl={"max_buffered_rollouts": 4}, on_dropped_prompt="shortfall"
+    )  # as many places as a step has groups
+    run = MemoryRun(config, range(100), script=broken({0}))
+    result = await run.run()
+    assert result is not None and result.step == STEPS
+    assert lengths(run)[:3] == [4, 3, 4]
+    within_places(run)
+
+
+@on_both
 async def test_a_shorter_step_leaves_no_healthy_group_over() -> None:
     config = settings(
         "windowed",
