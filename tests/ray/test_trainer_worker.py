@@ -107,7 +107,7 @@ def actor(bootstrap: TransferQueueBootstrap, tmp_path_factory: Any) -> Iterator[
 @pytest.fixture
 async def trainer(actor: tuple[Any, Path], rows: RowsClient) -> RayTrainer:
     """As good as new."""
-    trainer = RayTrainer(actor[0])
+    trainer = RayTrainer({"trainer-0": actor[0]})
     await trainer.abandon_step()
     await trainer.load(actor[1])
     return trainer
@@ -254,7 +254,7 @@ def fragile(*, healthy: bool) -> Any:
 
 @once
 async def test_a_worker_that_dies_is_named_in_one_line(local_ray: None) -> None:
-    trainer = RayTrainer(fragile(healthy=True), name="trainer-3")
+    trainer = RayTrainer({"trainer-3": fragile(healthy=True)})
     with pytest.raises(SaveError, match="/policy is full"):
         await trainer.save(Path("/policy"))
     for _ in range(2):
@@ -267,7 +267,7 @@ async def test_a_worker_that_dies_is_named_in_one_line(local_ray: None) -> None:
 @once
 async def test_a_worker_that_can_not_start_says_why(local_ray: None) -> None:
     with pytest.raises(WorkerDied) as caught:
-        await RayTrainer(fragile(healthy=False)).finish_step()
+        await RayTrainer({"trainer-0": fragile(healthy=False)}).finish_step()
     assert str(caught.value) == (
         "trainer-0 died: it could not start: "
         "sc_core.errors.ConfigError: model.hidden_size is 7 and that is odd"
