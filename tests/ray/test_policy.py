@@ -191,7 +191,8 @@ def test_dropout_is_repeatable_abandonable_and_saved(tmp_path: Path) -> None:
         torch.rand(1)  # global random numbers have no part in it
         train(each, made_up_rows(seed=1))
     assert same(trained, straight) and not same(trained, plain)
-    assert not torch.equal(tensors_of(trained)["rng"], tensors_of(policy())["rng"])  # new ones each time
+    fresh = tensors_of(policy())["rng"]
+    assert not torch.equal(tensors_of(trained)["rng"], fresh)  # new ones each time
     trained.begin_step()
     trained.accumulate(made_up_rows(seed=2))
     trained.save(tmp_path)  # of the last finished step, whatever is open
