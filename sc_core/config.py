@@ -38,6 +38,9 @@ class GrpoConfig(_Settings, frozen=True):
     step: they make one short step, or are dropped, which the event log records. Steps run on from
     one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
+    overlong_filtering: bool = False
+    """Mask siblings that were cut off at a length limit: they count as siblings, and nothing is
+    learnt from them. For whoever builds the rollout worker, which knows them."""
     val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
