@@ -10,6 +10,7 @@ import torch
 from sc_core import (
     ConfigError,
     DataPlaneError,
+    EstimatorScope,
 )
 
 Baseline = Literal["leave_one_out", "mean"]
@@ -30,6 +31,7 @@ class GrpoAdvantages:
     """
 
     select_fields: tuple[str, ...] = ("reward", "masked")
+    scope: EstimatorScope = "group"
     heavy: bool = False
 
     def __init__(

@@ -7,9 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from sc_core import (
+    ScError,
+)
+
 Row = Mapping[str, torch.Tensor]
 """One sibling: 1-D tensors by column name, as `sc_ray.generation.rollout_row` makes them; training
-also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage` `[1]`."""
+also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage`, `[1]` or `[T]`. With a
+penalty in the loss for leaving a reference, it needs `reference_logprobs` `[T]` as well."""
 
 
 class Microbatch:
@@ -35,9 +40,18 @@ class Microbatch:
         )
         return padded.to(self._device)
 
-    def scalars(self, name: str) -> torch.Tensor:
-        """`[rows]`, of a column with one value per row."""
-        return torch.cat([row[name] for row in self.rows]).to(self._device)
+    def advantages(self) -> torch.Tensor:
+        """`[rows, tokens]`, whether rows have one or one per token."""
+        each = []
+        for row in self.rows:
+            advantage, tokens = row["advantage"], len(row["input_ids"])
+            if len(advantage) not in (1, tokens):
+                raise ScError(
+                    f"a row of {tokens} tokens has {len(advantage)} advantages; it needs one, or"
+                    " one per token"
+                )
+            each.append(advantage.expand(tokens))
+        return pad_sequence(each, batch_first=True).to(self._device)
 
 
 def microbatches(

@@ -17,7 +17,7 @@ from sc_core import (
     RestoreError,
     ScError,
 )
-from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss
+from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss, step_metrics
 from sc_ray.model import (
     ModelConfig,
     build_model,
@@ -36,7 +36,6 @@ from sc_ray.trainer.snapshot import OPTIMIZER, WEIGHTS, PolicySnapshot, SavedPol
 from sc_ray.trainer.totals import Totals
 
 Sharding = Literal["fsdp2", "replicated"]
-_METRICS = ("loss", "grad_norm", "tokens", "ratio", "clip_fraction", "importance_weight")
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,7 +196,7 @@ class Policy:
             most_rows: as in `logprobs`.
 
         Raises:
-            ScError: no step is open.
+            ScError: no step is open, or a row has neither one advantage nor one per token.
         """
         step = self._open("accumulate")
         chunk = Totals(LossSums._fields)
@@ -212,25 +211,27 @@ class Policy:
                         logprobs=self._token_logprobs(batch),
                         prev_logprobs=batch.column("prev_logprobs"),
                         generation_logprobs=batch.column("generation_logprobs"),
-                        advantages=batch.scalars("advantage"),
+                        advantages=batch.advantages(),
                         mask=batch.mask,
                         config=self._loss,
+                        reference_logprobs=(
+                            batch.column("reference_logprobs") if self._loss.kl_in_loss else None
+                        ),
                     )
                     sums.loss.backward()  # type: ignore[no-untyped-call]
                     chunk.add(sums)
         finally:
             self._model.eval()
         step.totals.add_all(chunk)
-        found = chunk.numbers()
-        return {"loss": found["loss"] / max(found["tokens"], 1.0), "tokens": found["tokens"]}
+        metrics = step_metrics(chunk.by_name())
+        return {name: metrics[name] for name in ("loss", "tokens")}
 
     def finish_step(self) -> dict[str, float]:
-        """Apply the gradient, averaged over the step's sampled tokens, and close the step.
+        """Apply the gradient, divided by the step's tokens or sequences, and close the step.
 
-        Returns `loss`, `grad_norm` (before clipping), `tokens`, and the token means `ratio`,
-        `clip_fraction` and `importance_weight`; and `lr`, that of this step. The same on every
-        worker. A step without a sampled token leaves weights, optimizer and learning rate as
-        they are; all of these but `lr` are 0.
+        Returns `grad_norm` (before clipping), `lr`, that of this step, and the metrics of
+        `sc_ray.losses.step_metrics`; the same on every worker. A step without a sampled token
+        leaves weights, optimizer and learning rate as they are; all of these but `lr` are 0.
 
         Raises:
             ScError: no step is open, or its gradient is not finite. The step is then abandoned.
@@ -343,11 +344,13 @@ class Policy:
                 for gradient in gradients:
                     self._peers.sum(gradient)
         rate = float(self._optimizer.param_groups[0]["lr"])
-        loss, tokens, ratio, clipped, importance = step.totals.numbers().values()
-        if tokens == 0:
-            return {**dict.fromkeys(_METRICS, 0.0), "lr": rate}
+        totals = step.totals.by_name()
+        metrics = {**step_metrics(totals), "lr": rate}
+        denominator, tokens = totals["denominator"], totals["tokens"]
+        if denominator == 0:
+            return {**metrics, "grad_norm": 0.0}
         for gradient in gradients:
-            gradient.div_(tokens)
+            gradient.div_(denominator)
         norm = whole(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             raise ScError(f"finish_step: the gradient's norm over {tokens:.0f} tokens is {norm}")
@@ -356,9 +359,7 @@ class Policy:
         )
         self._optimizer.step()
         self._scheduler.step()
-        means = (ratio / tokens, clipped / tokens, importance / tokens)
-        found = dict(zip(_METRICS, (loss / tokens, float(norm), tokens, *means), strict=True))
-        return {**found, "lr": rate}
+        return {**metrics, "grad_norm": float(norm)}
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         state = self._optimizer.state

@@ -27,9 +27,8 @@ from sc_ray.transfer_queue import TransferQueueSpec
 
 SAMPLED = ("input_ids", "completion_mask")
 """The columns that log-probs are computed from."""
-TRAINED = (*SAMPLED, "generation_logprobs", "prev_logprobs", "advantage")
-"""The columns that a gradient is computed from, with `REFERENCE` where there is one."""
 REFERENCE = "reference_logprobs"
+
 
 F = TypeVar("F")
 R = TypeVar("R")
@@ -77,7 +76,6 @@ class TrainerWorker:
         """
         self._peers = None if seat is None else Peers(seat, spec.device)
         self._reference = spec.reference
-        self._trained = (*TRAINED, REFERENCE) if spec.reference else TRAINED
         self._policy = Policy(
             spec.model,
             spec.tokenizer,
@@ -92,6 +90,7 @@ class TrainerWorker:
             sharding=spec.sharding,
             reference=spec.reference,
         )
+        self._trained = (*SAMPLED, *spec.loss.columns)  #: what a gradient is computed from
         self._rows = spec.rows.connect_rows()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "policy writer")
         self._written: concurrent.futures.Future[None] | None = None

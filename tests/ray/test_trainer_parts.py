@@ -117,17 +117,17 @@ class Another:
 
 def test_fields_named_max_are_maxima_and_all_others_sums() -> None:
     totals, chunk = Totals(["tokens", "max_ratio"]), Totals(["tokens", "max_ratio"])
-    assert totals.numbers() == {"tokens": 0.0, "max_ratio": 0.0}
-    for tokens, ratio in ((3, -5.0), (4, -7.0)):
+    assert totals.by_name() == {"tokens": 0.0, "max_ratio": 0.0}
+    for tokens, ratio in ((3, 5.0), (4, 3.0)):
         chunk.add([torch.tensor(tokens), torch.tensor(ratio, requires_grad=True)])
     totals.add_all(chunk)
-    assert totals.numbers() == {"tokens": 7.0, "max_ratio": -5.0}
-    with_others: Any = Another(10, -6)
+    assert totals.by_name() == {"tokens": 7.0, "max_ratio": 5.0}
+    with_others: Any = Another(10, 4)
     totals.reduce(with_others)
-    assert totals.numbers() == {"tokens": 17.0, "max_ratio": -5.0}
-    with_others = Another(0, 2)
+    assert totals.by_name() == {"tokens": 17.0, "max_ratio": 5.0}
+    with_others = Another(0, 7)
     totals.reduce(with_others)
-    assert totals.numbers() == {"tokens": 17.0, "max_ratio": 2.0}
+    assert totals.by_name() == {"tokens": 17.0, "max_ratio": 7.0}
 
 
 # the learning rate ---------------------------------------------------------------------
