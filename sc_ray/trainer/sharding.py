@@ -18,8 +18,9 @@ def shard(model: torch.nn.Module, peers: Peers) -> None:
     Gradients become the *sum* over the workers. From here on, every forward and backward is an
     exchange: all workers must make equally many.
     """
-    whole: Any = model
-    blocks = set(whole._no_split_modules or ())  # the names of a transformer's layers
+    torch.compiler.disable(lambda: None)  # loads, now, what a first forward would wait for
+    transformer: Any = model
+    blocks = set(transformer._no_split_modules or ())  # names of the classes of its layers
     for module in model.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=peers.mesh)
