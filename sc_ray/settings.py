@@ -26,7 +26,7 @@ from sc_core import (
     RolloutRecoveryConfig,
     decode,
 )
-from sc_ray.estimators import Baseline
+from sc_ray.estimators import AdvantagesConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
@@ -92,11 +92,6 @@ class GenerationConfig(_Settings, frozen=True):
     workers: int = 1  #: processes that generate
     batch_invariant: bool = False  #: log-probs don't depend on what else is being generated
     threads: int = 1  #: of torch, in each of them
-
-
-class AdvantagesConfig(_Settings, frozen=True):
-    baseline: Baseline = "leave_one_out"
-    normalize: bool = False  #: divide by the group's standard deviation
 
 
 class ClusterConfig(_Settings, frozen=True):

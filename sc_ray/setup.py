@@ -21,6 +21,7 @@ import msgspec
 import ray
 
 from sc_core import (
+    AdvantageEstimator,
     BundleStore,
     CallTimeout,
     ConfigError,
@@ -35,12 +36,12 @@ from sc_core import (
     build_sampler,
     check_capacity,
     check_resume,
+    check_scope,
     in_thread,
     restore,
 )
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
-from sc_ray.estimators import GrpoAdvantages
 from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor, GenerationSpec
@@ -98,7 +99,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         chat = _uses_chat_template(config, tokenizer)
         phrasing = Phrasing(tokenizer=tokenizer, chat=chat, system_prompt=config.task.system_prompt)
         phrasing.check(task)
-        build_estimator(config)
+        check_scope(config.controller, build_estimator(config))
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
@@ -340,12 +341,12 @@ def build_held_out(task: Task) -> HeldOutPrompts | None:
     return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
-def build_estimator(config: TrainConfig) -> GrpoAdvantages:
-    """Raises ConfigError if a group is too small for the baseline."""
-    return GrpoAdvantages(
-        baseline=config.advantages.baseline,
-        normalize_by_std=config.advantages.normalize,
+def build_estimator(config: TrainConfig) -> AdvantageEstimator:
+    """Raises ConfigError if a group is too small for it."""
+    loss = config.policy.loss
+    return config.advantages.build(
         group_size=config.grpo.num_generations_per_prompt,
+        kl_in_reward=loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0,
     )
 
 
