@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sc_core import (
     ConfigError,
     DataFailure,
     RestoreError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import transformers
+else:
+    transformers = lazy("transformers")
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -21,7 +27,7 @@ PAD, EOS = "<pad>", "<eos>"
 class Tokenizer:
     """A Hugging Face tokenizer, so that what `save` writes is what vLLM and others load."""
 
-    def __init__(self, pipeline: PreTrainedTokenizerFast) -> None:
+    def __init__(self, pipeline: transformers.PreTrainedTokenizerFast) -> None:
         self._pipeline = pipeline
         self.vocab_size: int = len(pipeline)
         self.eos_id: int = pipeline.eos_token_id
@@ -48,7 +54,7 @@ class Tokenizer:
         pipeline.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         pipeline.decoder = decoders.Fuse()
         return cls(
-            PreTrainedTokenizerFast(
+            transformers.PreTrainedTokenizerFast(
                 tokenizer_object=pipeline,
                 pad_token=PAD,
                 eos_token=EOS,
@@ -66,7 +72,7 @@ class Tokenizer:
         """
         # AutoTokenizer goes by the model beside it, and adds the special tokens of a real Qwen2
         whole = (directory / "tokenizer.json").is_file()
-        kind = PreTrainedTokenizerFast if whole else AutoTokenizer
+        kind = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
         try:
             return cls(kind.from_pretrained(str(directory), local_files_only=True))
         except (OSError, ValueError, KeyError) as exc:

@@ -7,7 +7,7 @@ import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
@@ -20,11 +20,14 @@ from sc_core import (
 )
 from sc_ray.bridge import await_future
 from sc_ray.generation import Completion, Request, request_seed
-from sc_ray.generation.torch_engine import TorchEngine
+from sc_ray.lazy import much_is_imported
 from sc_ray.model import ModelConfig, build_model
 from sc_ray.parcels import Content, unpacked
 from sc_ray.tasks import Reward, Task
 from sc_ray.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sc_ray.generation.torch_engine import TorchEngine
 
 NO_WEIGHTS = -1
 """The weight version of an engine that was given none yet."""
@@ -172,6 +175,9 @@ class GenerationWorker:
         Raises:
             ConfigError: the model can't be built.
         """
+        with much_is_imported():
+            from sc_ray.generation.torch_engine import TorchEngine
+
         self._spec = spec
         self._name = name
         engine = TorchEngine(

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from sc_core import (
     ConfigError,
     RestoreError,
     ScError,
 )
+from sc_ray.lazy import lazy
 from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss
 from sc_ray.model import (
     ModelConfig,
@@ -30,7 +29,12 @@ from sc_ray.model import (
 )
 from sc_ray.tokenizer import Tokenizer
 
-Row = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+Row: TypeAlias = "Mapping[str, torch.Tensor]"
 """One sibling: 1-D tensors by column name, as `sc_ray.generation.rollout_row` makes them; training
 also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage` `[1]`."""
 
@@ -142,7 +146,6 @@ class Policy:
 
     # log-probs -------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probs of each row's sampled tokens under the current weights.
 
@@ -150,7 +153,8 @@ class Policy:
         """
         found: list[torch.Tensor] = []
         for batch in self._microbatches(rows):
-            logprobs = self._token_logprobs(batch)
+            with torch.no_grad():
+                logprobs = self._token_logprobs(batch)
             found += [
                 values[: len(row["input_ids"])].clone()
                 for row, values in zip(batch.rows, logprobs.where(batch.mask, 0.0), strict=True)
@@ -347,6 +351,6 @@ class _Microbatch:
         self.mask = self.column("completion_mask").bool()
 
     def column(self, name: str, padding: float = 0) -> torch.Tensor:
-        return pad_sequence(
+        return torch.nn.utils.rnn.pad_sequence(
             [row[name] for row in self.rows], batch_first=True, padding_value=padding
         )
