@@ -23,16 +23,11 @@ def loaded_by(program: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_a_mistake_in_the_settings_is_told_before_anything_heavy_is_imported(
-    tmp_path: Path,
+@pytest.mark.parametrize("setting", ["grpo.max_num_step=3", "task.jsonl=/nowhere"])
+def test_a_mistake_in_the_settings_is_told_before_torch_is_imported(
+    tmp_path: Path, setting: str
 ) -> None:
-    asked = f"['train', '--out', {str(tmp_path / 'run')!r}, 'grpo.max_num_step=3']"
-    program = f"from sc_ray.__main__ import WRONG_USAGE, main\nassert main({asked}) == WRONG_USAGE"
-    assert loaded_by(program) == set()
-
-
-def test_a_task_that_is_not_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:
-    asked = f"['train', '--out', {str(tmp_path / 'run')!r}, 'task.jsonl=/nowhere']"
+    asked = ["train", "--out", str(tmp_path / "run"), setting]
     program = f"from sc_ray.__main__ import WRONG_USAGE, main\nassert main({asked}) == WRONG_USAGE"
     assert loaded_by(program) <= {"ray"}
 
