@@ -50,6 +50,7 @@ from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import WrongAnswer as WrongAnswer
 from sc_core.errors import root_cause as root_cause
+from sc_core.estimates import check_scope as check_scope
 from sc_core.events import JsonlEventLog as JsonlEventLog
 from sc_core.events import JsonlMetrics as JsonlMetrics
 from sc_core.filters import ZeroVarianceFilter as ZeroVarianceFilter
@@ -59,6 +60,7 @@ from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
 from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
 from sc_core.ports import EngineFleet as EngineFleet
+from sc_core.ports import EstimatorScope as EstimatorScope
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
 from sc_core.ports import MetricsSink as MetricsSink
@@ -126,6 +128,7 @@ __all__ = [
     "EngineFleet",
     "EnginesFailed",
     "EstimatorError",
+    "EstimatorScope",
     "EventSink",
     "Group",
     "GroupFilter",
@@ -178,6 +181,7 @@ __all__ = [
     "candidates",
     "check_capacity",
     "check_resume",
+    "check_scope",
     "check_store",
     "decode",
     "in_thread",

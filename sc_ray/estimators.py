@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sc_core import (
     ConfigError,
     DataPlaneError,
+    EstimatorScope,
 )
 from sc_ray.lazy import lazy
 
@@ -34,6 +35,7 @@ class GrpoAdvantages:
     """
 
     select_fields: tuple[str, ...] = ("reward", "masked")
+    scope: EstimatorScope = "group"
     heavy: bool = False
 
     def __init__(

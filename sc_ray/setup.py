@@ -47,10 +47,21 @@ from sc_ray.generation.worker import GenerationActor, GenerationSpec
 from sc_ray.hosted import EventLoop, in_abandonable_thread
 from sc_ray.lazy import much_is_imported
 from sc_ray.parcels import Parcels
+from sc_ray.phrasing import Phrasing
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
-from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
+from sc_ray.tasks import (
+    Task,
+    guess_digit,
+    hold_out,
+    larger_digit,
+    load_environment,
+    load_jsonl,
+    load_reward,
+    two_digit_sums,
+)
+from sc_ray.tasks.jsonl import read_prompts
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
@@ -68,6 +79,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     task: Task
     tokenizer: Tokenizer
+    chat: bool = False  #: whether prompts go into the chat template
 
     @classmethod
     def of(cls, config: TrainConfig) -> Prepared:
@@ -84,12 +96,15 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             if pretrained
             else Tokenizer.of_characters(task.alphabet())
         )
+        chat = _uses_chat_template(config, tokenizer)
+        phrasing = Phrasing(tokenizer=tokenizer, chat=chat, system_prompt=config.task.system_prompt)
+        phrasing.check(task)
         build_estimator(config)
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
             check_cpus(config, config.cluster.num_cpus)
-        return cls(task=task, tokenizer=tokenizer)
+        return cls(task=task, tokenizer=tokenizer, chat=chat)
 
 
 class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +165,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
             )
             opened.callback(sync.close)
-            rollouts = RayRollouts(engines)
+            rollouts = RayRollouts(engines, overlong_filtering=config.grpo.overlong_filtering)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
@@ -279,21 +294,40 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
         ConfigError: there is no such task, file or reward function, or a line is no prompt.
     """
     reward = None if config.reward is None else load_reward(config.reward)
+    environment = None if config.environment is None else load_environment(config.environment)
+    turns = config.max_turns
     if config.jsonl is not None:
-        task = load_jsonl(Path(config.jsonl), reward=reward or exact_match)
+        task = load_jsonl(Path(config.jsonl), reward=reward, environment=environment)
+        turns = turns or (_TURNS if environment else None)
     elif config.name in _BUILT_IN:
-        task = hold_out(_BUILT_IN[config.name](seed=seed), config.held_out)
+        task = _BUILT_IN[config.name](seed=seed)
+        if config.held_out:
+            task = hold_out(task, config.held_out)
     else:
         near = difflib.get_close_matches(config.name, _BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else f"built in: {', '.join(_BUILT_IN)}"
         raise ConfigError(f"task.name: there is no task {config.name}; {hint}")
     if config.val_jsonl is not None:
-        task = msgspec.structs.replace(task, held_out=load_jsonl(Path(config.val_jsonl)).prompts)
+        held_out = read_prompts(Path(config.val_jsonl), answers=task.environment is None)
+        task = msgspec.structs.replace(task, held_out=held_out)
+    if reward is not None and task.environment is not None:
+        raise ConfigError(f"task.reward is set, and task {task.name} has an environment")
     return msgspec.structs.replace(
         task,
         reward=reward or task.reward,
+        max_turns=turns or task.max_turns,
         max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+        characters=task.characters + config.characters,
     )
+
+
+def _uses_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> bool:
+    wanted = config.task.chat_template
+    if wanted == "auto":
+        return bool(config.policy.model.pretrained) and tokenizer.has_chat_template
+    if wanted and not tokenizer.has_chat_template:
+        raise ConfigError("task.chat_template is true, and the tokenizer has no chat template")
+    return wanted
 
 
 def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
@@ -332,7 +366,13 @@ def run_id(run_dir: Path) -> str:
     return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
 
 
-_BUILT_IN = {"larger_digit": larger_digit}
+_BUILT_IN = {
+    "larger_digit": larger_digit,
+    "guess_digit": guess_digit,
+    "two_digit_sums": two_digit_sums,
+}
+_TURNS = 8
+"""Of an episode with an environment of the user's, unless the settings say more."""
 
 
 # workers -------------------------------------------------------------------------------
@@ -349,6 +389,9 @@ def _start_generation(
         task=prepared.task,
         run_seed=config.grpo.seed,
         temperature=config.task.temperature,
+        val_temperature=config.task.val_temperature,
+        chat=prepared.chat,
+        system_prompt=config.task.system_prompt,
         batch_invariant=config.generation.batch_invariant,
         threads=config.generation.threads,
     )

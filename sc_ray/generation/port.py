@@ -94,16 +94,25 @@ class RayRollouts:
         choice: `least_loaded` gives a group to the worker with the fewest siblings under way;
             `by_ordinal` gives a prompt always to the same one, as long as all live.
 
+        overlong_filtering: whether a sibling that was cut off at a length limit is masked.
+
     Raises:
         ConfigError: no engines, or two of one name.
     """
 
-    def __init__(self, engines: Sequence[RayEngine], *, choice: Choice = "least_loaded") -> None:
+    def __init__(
+        self,
+        engines: Sequence[RayEngine],
+        *,
+        choice: Choice = "least_loaded",
+        overlong_filtering: bool = False,
+    ) -> None:
         self._engines = {engine.name: engine for engine in engines}
         if not engines or len(self._engines) < len(engines):
             names = [engine.name for engine in engines]
             raise ConfigError(f"rollouts need engines of different names, and got {names}")
         self._choice = choice
+        self._overlong_filtering = overlong_filtering
         self._lock = threading.Lock()  #: over changes of `_engines`, which is replaced, not changed
         self._calls: dict[str, set[_Call]] = {}  #: under way, by engine
         self._under_way = dict.fromkeys(self._engines, 0)  #: siblings, by engine
@@ -204,11 +213,14 @@ class RayRollouts:
         except RolloutError as out:  # of `put_out`; likewise
             raise RolloutError(str(out)) from out
         completion, reward = rollouts.completions[place], rollouts.rewards[place]
+        components = rollouts.components[place] if rollouts.components else ()
+        row = rollout_row(rollouts.prompt_ids, completion, reward=reward, components=components)
         return Sample(
-            fields=rollout_row(rollouts.prompt_ids, completion, reward=reward),
+            fields=row,
             reward=reward,
-            tokens=len(completion.token_ids),
+            tokens=int(row["completion_mask"].sum()),
             end_weight_version=completion.weight_version,
+            masked=self._overlong_filtering and completion.finish_reason == "length",
         )
 
 

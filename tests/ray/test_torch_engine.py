@@ -109,7 +109,7 @@ def test_an_impossible_token_is_not_drawn_at_either_end(number: float, token: in
 
     never = -torch.inf
     logits = torch.tensor([[never, 0.3, 0.3, never]])
-    assert _draw(logits, [Extreme(request("3,7=", 0), TOKENIZER.eos_id)])[0][0] == token
+    assert _draw(logits, [Extreme(request("3,7=", 0), TOKENIZER.eos_ids)])[0][0] == token
 
 
 def test_temperature_zero_takes_the_likeliest_token_for_certain() -> None:
@@ -193,7 +193,7 @@ def test_a_small_cache_forgets_and_changes_nothing() -> None:
     assert forgetful.generate_batch(requests) == engine(batch_invariant=True).generate_batch(
         requests
     )
-    assert sum(map(len, forgetful._prefixes)) == forgetful._cached_tokens <= 10
+    assert sum(len(tokens) for _, tokens in forgetful._prefixes) == forgetful._cached_tokens <= 10
 
 
 # weights -------------------------------------------------------------------------------
