@@ -41,7 +41,7 @@ chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at rand
 
 test: $(ALL)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/ray
-	$(BIN)/python -m pytest -q tests/ray
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/ray
 
 lint: $(ALL)
 	$(BIN)/ruff check .

@@ -47,6 +47,7 @@ from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.worker import GenerationActor
 from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.lazy import much_is_imported
 from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
 from sc_ray.phrasing import Phrasing
@@ -121,6 +122,11 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     trainer: Any  #: handle of a `TrainerActor`
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
+
+    def __post_init__(self) -> None:
+        """Import what `open` uses: the actor wants it there when it gets these arguments."""
+        with much_is_imported():
+            import sc_ray.partition  # noqa: F401
 
     @property
     def event_loop(self) -> EventLoop:

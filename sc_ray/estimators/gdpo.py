@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sc_core import (
     Columns,
@@ -16,6 +14,12 @@ from sc_core import (
 )
 from sc_ray.estimators.grpo import GrpoAdvantages
 from sc_ray.estimators.rows import check_size, normalised, one_per_row, scalars, trained_rows
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 logger = logging.getLogger(__name__)
 

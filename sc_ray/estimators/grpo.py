@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from sc_core import (
     Columns,
@@ -13,6 +11,12 @@ from sc_core import (
     EstimatorScope,
 )
 from sc_ray.estimators.rows import check_size, one_per_row, scalars, trained_rows, within_groups
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 Baseline = Literal["leave_one_out", "mean"]
 

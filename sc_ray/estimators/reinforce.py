@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sc_core import (
     Columns,
@@ -20,6 +18,12 @@ from sc_ray.estimators.rows import (
     scalars,
     trained_rows,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 class ReinforcePlusPlusAdvantages:

@@ -16,6 +16,7 @@ from sc_core import (
     DataFailure,
 )
 from sc_ray.generation import Completion, Request
+from sc_ray.lazy import much_is_imported
 from sc_ray.model import ModelConfig, build_model
 from sc_ray.tasks import Task
 from sc_ray.tokenizer import Tokenizer
@@ -136,8 +137,9 @@ def build_engine(spec: GenerationSpec) -> Engine:
 
         return VllmEngine(spec)
     if spec.engine == "torch":
-        from sc_ray.generation.batching import BatchingEngine
-        from sc_ray.generation.torch_engine import TorchEngine
+        with much_is_imported():
+            from sc_ray.generation.batching import BatchingEngine
+            from sc_ray.generation.torch_engine import TorchEngine
 
         engine = TorchEngine(
             build_model(spec.model, spec.tokenizer, seed=spec.run_seed),

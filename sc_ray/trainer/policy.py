@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from sc_core import (
     ConfigError,
     RestoreError,
     ScError,
 )
+from sc_ray.lazy import lazy
 from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss, step_metrics
 from sc_ray.model import (
     ModelConfig,
@@ -30,7 +29,12 @@ from sc_ray.model import (
 )
 from sc_ray.tokenizer import Tokenizer
 
-Row = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+Row: TypeAlias = "Mapping[str, torch.Tensor]"
 """One sibling: 1-D tensors by column name, as `sc_ray.generation.rollout_row` makes them; training
 also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage`, `[1]` or `[T]`. With a
 penalty in the loss for leaving a reference, it needs `reference_logprobs` `[T]` as well."""
@@ -145,7 +149,6 @@ class Policy:
 
     # log-probs -------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probs of each row's sampled tokens under the current weights.
 
@@ -153,7 +156,8 @@ class Policy:
         """
         found: list[torch.Tensor] = []
         for batch in self._microbatches(rows):
-            logprobs = self._token_logprobs(batch)
+            with torch.no_grad():
+                logprobs = self._token_logprobs(batch)
             found += [
                 values[: len(row["input_ids"])].clone()
                 for row, values in zip(batch.rows, logprobs.where(batch.mask, 0.0), strict=True)
@@ -349,14 +353,13 @@ class _OpenStep:
 class _Totals:
     """What the `LossSums` of several microbatches, and of several workers, amount to."""
 
-    _IS_MAXIMUM = torch.tensor([name.startswith("max_") for name in LossSums._fields])
-
     def __init__(self) -> None:
+        self._is_maximum = torch.tensor([name.startswith("max_") for name in LossSums._fields])
         self.values = torch.zeros(len(LossSums._fields), dtype=torch.float64)
 
     def add(self, values: torch.Tensor) -> None:
         together = torch.maximum(self.values, values)
-        self.values = torch.where(self._IS_MAXIMUM, together, self.values + values)
+        self.values = torch.where(self._is_maximum, together, self.values + values)
 
     def reduce(
         self,
@@ -367,7 +370,7 @@ class _Totals:
         all_reduce(sums)
         if all_reduce_max is not None:
             all_reduce_max(maxima)
-        self.values = torch.where(self._IS_MAXIMUM, maxima, sums)
+        self.values = torch.where(self._is_maximum, maxima, sums)
 
     def by_name(self) -> dict[str, float]:
         return dict(zip(LossSums._fields, self.values.tolist(), strict=True))
@@ -382,7 +385,7 @@ class _Microbatch:
         self.mask = self.column("completion_mask").bool()
 
     def column(self, name: str, padding: float = 0) -> torch.Tensor:
-        return pad_sequence(
+        return torch.nn.utils.rnn.pad_sequence(
             [row[name] for row in self.rows], batch_first=True, padding_value=padding
         )
 
@@ -397,4 +400,4 @@ class _Microbatch:
                     " one per token"
                 )
             each.append(advantage.expand(tokens))
-        return pad_sequence(each, batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(each, batch_first=True)
