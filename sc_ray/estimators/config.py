@@ -51,8 +51,8 @@ class AdvantagesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     baseline: Baseline | None = None  #: the same as `use_leave_one_out_baseline`, spelt out
     normalize: bool | None = None  #: the same as `normalize_rewards`
     reward_weights: tuple[float, ...] | None = None
-    """`gdpo`: of each component in the column `rewards`, which a reward function of several
-    numbers writes. None: the reward is its one component."""
+    """`gdpo`: of each component of the reward, in the order of their names: rows need the column
+    `rewards`, so the reward function gives several. None: the reward is its one component."""
 
     def __post_init__(self) -> None:
         if self.estimator not in get_args(EstimatorName):
