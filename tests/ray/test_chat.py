@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from sc_core.errors import ConfigError, DataFailure
 from sc_core.records import Prompt, group_id
 from sc_ray import pretrained
+from sc_ray.demo_pretrained import before_and_after
 from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import GenerationSpec, GenerationWorker
 from sc_ray.model import ModelConfig, build_model, save_weights
@@ -271,3 +272,15 @@ def test_a_model_is_converted_once_and_not_by_half(
     assert pretrained.smollm2(directory) == pretrained.smollm2(directory) == directory
     assert converted == ["tiny.gguf"] * 2
     assert sorted(path.name for path in tmp_path.joinpath("models").iterdir()) == ["tiny"]
+
+
+def test_the_demo_compares_the_first_evaluation_with_the_last(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(
+        '{"step": 0, "val/reward": 0.04}\n{"step": 1, "train/reward": 0.5}\n'
+        '{"step": 5, "val/reward": 0.1}\n{"step": 9, "val/reward": 0.5}\n{"step": 9, "va'
+    )
+    told = "held-out sums right: 4% before (step 0), 50% after (step 9)"
+    assert before_and_after(metrics) == told
+    metrics.write_text('{"step": 0, "val/reward": 0.04}\n')
+    assert before_and_after(metrics) == "there are no two evaluations to compare"

@@ -403,6 +403,19 @@ async def test_a_sample_has_the_columns_that_a_trainer_reads(engines: list[Recor
     assert same(sample, expected)
 
 
+async def test_a_sibling_that_was_cut_off_is_masked_if_that_is_asked_for(
+    engines: list[Recorded],
+) -> None:
+    for asked_for in (True, False):
+        rollouts = RayRollouts(engines, overlong_filtering=asked_for)
+        samples = await gather(
+            *(functools.partial(rollouts.rollout, prompt_of(3), s, 1) for s in range(24))
+        )
+        ended = [sample.fields["input_ids"][-1] == TOKENIZER.eos_id for sample in samples]
+        assert 0 < sum(ended) < 24
+        assert [sample.masked for sample in samples] == [asked_for and not end for end in ended]
+
+
 async def test_siblings_of_one_tick_make_one_call(engines: list[Recorded]) -> None:
     rollouts = RayRollouts(engines[:1])
     await gather(

@@ -21,7 +21,7 @@ def refused(source: str, *overrides: str) -> str:
 
 
 def test_every_built_in_configuration_loads() -> None:
-    assert builtin_configs() == ["demo", "exact", "vllm"]
+    assert builtin_configs() == ["demo", "exact", "pretrained", "vllm"]
     for name in builtin_configs():
         assert load_config(name).task.name == "larger_digit"
 
