@@ -26,7 +26,8 @@ from sc_core import (
     RolloutRecoveryConfig,
     decode,
 )
-from sc_ray.estimators import Baseline
+from sc_ray.estimators import AdvantagesConfig
+from sc_ray.generation.engine import VllmConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
@@ -90,13 +91,14 @@ class PolicyConfig(_Settings, frozen=True):
 
 class GenerationConfig(_Settings, frozen=True):
     workers: int = 1  #: processes that generate
-    batch_invariant: bool = False  #: log-probs don't depend on what else is being generated
+    engine: str = "torch"
+    """What computes in them: `torch`, a small one of our own; `vllm`, where it is installed; or
+    `module:Class`, which is called with a `sc_ray.generation.engine.GenerationSpec`."""
+    batch_invariant: bool = False
+    """Log-probs don't depend on what else is being generated. Of `torch` alone."""
+    max_batch_rows: int = 256  #: completions that one worker makes at a time; bounds its memory
     threads: int = 1  #: of torch, in each of them
-
-
-class AdvantagesConfig(_Settings, frozen=True):
-    baseline: Baseline = "leave_one_out"
-    normalize: bool = False  #: divide by the group's standard deviation
+    vllm: VllmConfig = VllmConfig()
 
 
 class ClusterConfig(_Settings, frozen=True):
@@ -137,6 +139,7 @@ class TrainConfig(_Settings, frozen=True):
             ("policy.threads", self.policy.threads),
             ("generation.workers", self.generation.workers),
             ("generation.threads", self.generation.threads),
+            ("generation.max_batch_rows", self.generation.max_batch_rows),
             ("cluster.num_cpus", self.cluster.num_cpus),
             ("cluster.storage_units", self.cluster.storage_units),
             ("task.max_new_tokens", self.task.max_new_tokens),

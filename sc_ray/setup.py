@@ -21,6 +21,7 @@ import msgspec
 import ray
 
 from sc_core import (
+    AdvantageEstimator,
     BundleStore,
     CallTimeout,
     ConfigError,
@@ -35,17 +36,19 @@ from sc_core import (
     build_sampler,
     check_capacity,
     check_resume,
+    check_scope,
     in_thread,
     restore,
 )
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
-from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.port import RayEngine, RayRollouts
-from sc_ray.generation.worker import GenerationActor, GenerationSpec
+from sc_ray.generation.worker import GenerationActor
 from sc_ray.hosted import EventLoop, in_abandonable_thread
 from sc_ray.lazy import much_is_imported
+from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
 from sc_ray.phrasing import Phrasing
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
@@ -66,7 +69,7 @@ from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
-from sc_ray.weights import FileWeightSync, remove_leftovers
+from sc_ray.weights import FileWeightSync
 
 Resume = Literal["auto", "never"] | Path
 
@@ -99,7 +102,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         chat = _uses_chat_template(config, tokenizer)
         phrasing = Phrasing(tokenizer=tokenizer, chat=chat, system_prompt=config.task.system_prompt)
         phrasing.check(task)
-        build_estimator(config)
+        check_engine(config.generation.engine, batch_invariant=config.generation.batch_invariant)
+        check_scope(config.controller, build_estimator(config))
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
@@ -218,7 +222,7 @@ def setup_single_controller(
         check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
-        generation = _start_generation(config, prepared, on_exit)
+        generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -346,12 +350,12 @@ def build_held_out(task: Task) -> HeldOutPrompts | None:
     return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
-def build_estimator(config: TrainConfig) -> GrpoAdvantages:
-    """Raises ConfigError if a group is too small for the baseline."""
-    return GrpoAdvantages(
-        baseline=config.advantages.baseline,
-        normalize_by_std=config.advantages.normalize,
+def build_estimator(config: TrainConfig) -> AdvantageEstimator:
+    """Raises ConfigError if a group is too small for it."""
+    loss = config.policy.loss
+    return config.advantages.build(
         group_size=config.grpo.num_generations_per_prompt,
+        kl_in_reward=loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0,
     )
 
 
@@ -381,6 +385,7 @@ _TURNS = 8
 def _start_generation(
     config: TrainConfig,
     prepared: Prepared,
+    run_id: str,
     on_exit: ExitStack,
 ) -> dict[str, Any]:
     spec = GenerationSpec(
@@ -388,12 +393,16 @@ def _start_generation(
         tokenizer=prepared.tokenizer,
         task=prepared.task,
         run_seed=config.grpo.seed,
+        run_id=run_id,
         temperature=config.task.temperature,
         val_temperature=config.task.val_temperature,
         chat=prepared.chat,
         system_prompt=config.task.system_prompt,
+        engine=config.generation.engine,
         batch_invariant=config.generation.batch_invariant,
+        max_batch_rows=config.generation.max_batch_rows,
         threads=config.generation.threads,
+        vllm=config.generation.vllm,
     )
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
@@ -443,7 +452,9 @@ async def _nodes_of(generation: Mapping[str, Any], deadline_s: float) -> dict[st
     nodes: dict[str, str] = {}
     for name, actor in generation.items():
         with anyio.move_on_after(deadline_s) as deadline:
-            nodes[name] = await RayEngine(actor, name=name).node_id()
+            engine = RayEngine(actor, name=name)
+            await engine.ready()
+            nodes[name] = await engine.node_id()
         if deadline.cancelled_caught:
             raise CallTimeout(f"starting {name}", deadline_s)
     return nodes

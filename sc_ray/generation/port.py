@@ -73,6 +73,14 @@ class RayEngine:
         found: list[Example] = await answer(self.name, self._actor.examples.remote(count))
         return found
 
+    async def ready(self) -> None:
+        """Wait until the worker's engine is built.
+
+        Raises:
+            ConfigError: it can't be.
+        """
+        await answer(self.name, self._actor.ready.remote())
+
     async def ping(self) -> None:
         """Wait until the worker is up."""
         await answer(self.name, self._actor.ping.remote())
