@@ -272,6 +272,9 @@ class GenerationWorker:
         """The worker's name, once it is up."""
         return self._name
 
+    async def check(self) -> None:
+        """Raises whatever ended the engine, if it is dead."""
+
     async def node_id(self) -> str:
         """Of the node of Ray's cluster that it runs on."""
         node: str = ray.get_runtime_context().get_node_id()
