@@ -193,7 +193,7 @@ class _View:
             if self._away.get(engine) != told:
                 self._console.say(f"{engine} is {told}")
         for engine in self._away.keys() & set(status["engines"]):
-            self._console.say(f"{engine} is back, at weight version {status['weight_version']}")
+            self._console.say(f"{engine} is back")
         self._away = away
 
     def _warn(self, status: Mapping[str, Any]) -> None:
