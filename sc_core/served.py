@@ -125,8 +125,6 @@ class Served:
             self._away.discard(engine)
         if state != "serving":
             self._ends(engine, event.seq)
-        if state in ("restarting", "out") and engine in self._synced:
-            self._synced = tuple(name for name in self._synced if name != engine)
         if state == "serving":
             self._settle(engine)
 

@@ -109,6 +109,9 @@ GOOD: dict[str, Story] = {
     .sync(B).commit(1, {A: (0,)}, start=0),
     "a restarted engine that confirmed": begun().engine(A, "restarting: it died").out(0)
     .engine(A, "serving", 0).commit(0, {A: (0,)}),
+    "and took part in the syncs that followed": Story().sync(A).engine(A, "restarting: it died")
+    .engine(A, "serving", 0).out(0).commit(0, {A: (0,)}).train(0).sync().out(1)
+    .commit(1, {A: (1,)}),
     "a new engine": begun().engine("engine-c", "serving", 0).out(0).commit(0, {"engine-c": (0,)}),
     "a request that outlived a quarantine": begun().out(0).engine(A, "quarantined: slow")
     .commit(0, {A: (0,)}),
