@@ -119,8 +119,8 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class SingleController:
     """Decides which prompts go out, which groups train, when weights move, what a bundle holds.
 
-    Build it, then `await run()` once. `stop`, `request_checkpoint`, `statistics`, `report` and
-    `audit` may be called from the same event loop while it runs.
+    Build it, then `await run()` once. `stop`, `request_checkpoint`, `engine_is`, `fail`,
+    `statistics`, `report` and `audit` may be called from the same event loop while it runs.
     """
 
     def __init__(
