@@ -51,6 +51,7 @@ from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import WrongAnswer as WrongAnswer
 from sc_core.errors import root_cause as root_cause
+from sc_core.estimates import check_scope as check_scope
 from sc_core.events import JsonlEventLog as JsonlEventLog
 from sc_core.events import JsonlMetrics as JsonlMetrics
 from sc_core.filters import ZeroVarianceFilter as ZeroVarianceFilter
@@ -61,6 +62,7 @@ from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
 from sc_core.ports import EngineFleet as EngineFleet
 from sc_core.ports import EngineState as EngineState
+from sc_core.ports import EstimatorScope as EstimatorScope
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
 from sc_core.ports import MetricsSink as MetricsSink
@@ -129,6 +131,7 @@ __all__ = [
     "EngineState",
     "EnginesFailed",
     "EstimatorError",
+    "EstimatorScope",
     "EventSink",
     "GenerationFleetHealthConfig",
     "Group",
@@ -182,6 +185,7 @@ __all__ = [
     "candidates",
     "check_capacity",
     "check_resume",
+    "check_scope",
     "check_store",
     "decode",
     "in_thread",

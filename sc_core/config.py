@@ -38,6 +38,9 @@ class GrpoConfig(_Settings, frozen=True):
     step: they make one short step, or are dropped, which the event log records. Steps run on from
     one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
+    overlong_filtering: bool = False
+    """Mask siblings that were cut off at a length limit: they count as siblings, and nothing is
+    learnt from them. For whoever builds the rollout worker, which knows them."""
     val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
@@ -93,7 +96,7 @@ class DeadlinesConfig(_Settings, frozen=True):
     source_s: float = 600.0  #: one prompt
     data_plane_s: float = 60.0  #: one put, get, clear or list
     snapshot_s: float = 600.0  #: the data plane's own save
-    estimator_s: float = 600.0  #: one slice of a chunk, if the estimator is heavy
+    estimator_s: float = 600.0  #: one call of the estimator, if it is heavy
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
     disk_s: float = 600.0  #: writing, publishing or verifying one bundle

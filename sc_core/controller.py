@@ -28,6 +28,7 @@ from sc_core.errors import (
     WrongAnswer,
     root_cause,
 )
+from sc_core.estimates import check_scope
 from sc_core.evaluation import Evaluator
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
@@ -138,8 +139,9 @@ class SingleController:
         `clock` dates barrier sections in reports; on a virtual clock, `anyio.current_time`.
 
         Raises:
-            ConfigError: the settings can never fill a step, and the message has the numbers; or
-                they ask for an evaluation, and `ports` have no prompts for it.
+            ConfigError: the settings can never fill a step, or stream it in chunks that are too
+                small for the estimator, and the message has the numbers; or they ask for an
+                evaluation, and `ports` have no prompts for it.
         """
         self._config = config
         self._ports = ports
@@ -150,6 +152,7 @@ class SingleController:
             config.async_rl.sampler, config.grpo.num_prompts_per_step
         )
         capacity, self._max_inflight = check_capacity(config, self._sampler)
+        check_scope(config, ports.estimator)
         bundle = ready.bundle
         self._bundle = bundle
         self._state = RunState(

@@ -191,10 +191,22 @@ class EngineFleet(Protocol):
         """
 
 
+EstimatorScope = Literal["group", "chunk"]
+
+
 class AdvantageEstimator(Protocol):
     @property
     def select_fields(self) -> Sequence[str]:
         """The columns it reads."""
+
+    @property
+    def scope(self) -> EstimatorScope:
+        """Which rows have a say in a row's columns.
+
+        `group`: those of its group alone; the chunk comes in slices of whole groups. `chunk`: all
+        that train together, as in a normalisation over the batch; they come in one call, and
+        `async_rl.min_groups_for_streaming_train` may not be less than a step.
+        """
 
     @property
     def heavy(self) -> bool:

@@ -119,7 +119,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_under(signals: Any, options: argparse.Namespace) -> int:
-    from sc_ray.settings import load_config  # torch comes with it, and takes its seconds
+    from sc_ray.settings import load_config
 
     config = load_config(options.config, options.settings)
     with RunDirectory(_out(options)) as run:

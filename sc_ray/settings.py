@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -26,12 +26,14 @@ from sc_core import (
     RolloutRecoveryConfig,
     decode,
 )
-from sc_ray.estimators import Baseline
+from sc_ray.estimators import AdvantagesConfig
+from sc_ray.generation.engine import VllmConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
 from sc_ray.trainer.policy import OptimizerConfig
 
+HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
 COMMAND_LINE = "command line"  #: named as the source of what is wrong with a `key=value`
 
 
@@ -40,20 +42,38 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TaskConfig(_Settings, frozen=True):
-    """What is trained on: a built-in task, or a JSONL file."""
+    """What is trained on: a built-in task, or a JSONL file; and how it is put to the model."""
 
     name: str = "larger_digit"  #: of a built-in task; of no account if `jsonl` is given
     jsonl: str | None = None
-    """Path of a file with one `{"prompt": …, "answer": …}` per line."""
+    """Path of a file with one `{"prompt": …, "answer": …}` per line; `messages`, a list of
+    `{"role": …, "content": …}`, may take the place of `prompt`."""
     val_jsonl: str | None = None
     """Path of such a file with the prompts of evaluations. They are sampled as those of training
-    are: at `temperature`, and judged by `reward`."""
+    are, unless `val_temperature` says otherwise, and judged by the same reward."""
     held_out: int = 0
     """So many prompts of a built-in task are not trained on, but kept for evaluations. Like `name`,
     of no account if `jsonl` is given."""
-    reward: str | None = None  #: `module:function`; None: the task's own, or an exact match
+    reward: str | None = None
+    """`module:function`, called with prompt, completion and answer; None: the task's own, or an
+    exact match. It returns a number from 0 to 1, or several by name: see `Reward`."""
+    environment: str | None = None
+    """`module:Class`: what answers the model, turn by turn, and rewards it; see `Environment`. For
+    prompts of a JSONL file, which need no `answer` then."""
+    max_turns: int | None = None  #: completions of an episode; None: the task's own, or 8
     max_new_tokens: int | None = None  #: per completion; None: the task's own
+    characters: str = ""
+    """That the model of an `environment` reads or writes, besides those of prompts and answers; for
+    a model from random weights, whose tokens are characters."""
+    chat_template: bool | Literal["auto"] = "auto"
+    """Whether a prompt is put to the model as a user's message in the chat template of its
+    tokenizer, and an environment's reply as the next one. `auto`: if a pretrained model brings
+    a template."""
+    system_prompt: str | None = None
+    """In front of such a prompt; None: what the template itself puts there, if anything."""
     temperature: float = 1.0  #: of sampling
+    val_temperature: float | None = None
+    """Of sampling in evaluations: 0 takes the likeliest token each time; None: as in training."""
     shuffle: bool = True  #: each epoch in an order of its own
     drop_last: bool = False
     """Leave out the last prompts of each epoch, as its order has them, where they are too few for
@@ -71,13 +91,14 @@ class PolicyConfig(_Settings, frozen=True):
 
 class GenerationConfig(_Settings, frozen=True):
     workers: int = 1  #: processes that generate
-    batch_invariant: bool = False  #: log-probs don't depend on what else is being generated
+    engine: str = "torch"
+    """What computes in them: `torch`, a small one of our own; `vllm`, where it is installed; or
+    `module:Class`, which is called with a `sc_ray.generation.engine.GenerationSpec`."""
+    batch_invariant: bool = False
+    """Log-probs don't depend on what else is being generated. Of `torch` alone."""
+    max_batch_rows: int = 256  #: completions that one worker makes at a time; bounds its memory
     threads: int = 1  #: of torch, in each of them
-
-
-class AdvantagesConfig(_Settings, frozen=True):
-    baseline: Baseline = "leave_one_out"
-    normalize: bool = False  #: divide by the group's standard deviation
+    vllm: VllmConfig = VllmConfig()
 
 
 class ClusterConfig(_Settings, frozen=True):
@@ -118,9 +139,11 @@ class TrainConfig(_Settings, frozen=True):
             ("policy.threads", self.policy.threads),
             ("generation.workers", self.generation.workers),
             ("generation.threads", self.generation.threads),
+            ("generation.max_batch_rows", self.generation.max_batch_rows),
             ("cluster.num_cpus", self.cluster.num_cpus),
             ("cluster.storage_units", self.cluster.storage_units),
             ("task.max_new_tokens", self.task.max_new_tokens),
+            ("task.max_turns", self.task.max_turns),
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
@@ -141,7 +164,8 @@ class TrainConfig(_Settings, frozen=True):
             )
         if self.task.held_out < 0:
             raise ConfigError(f"task.held_out is {self.task.held_out}; it must be at least 0")
-        mine = self.task.jsonl is None and self.task.held_out
+        own = self.task.held_out or self.task.name in HOLDS_OUT
+        mine = self.task.jsonl is None and own
         if self.grpo.evaluates and self.task.val_jsonl is None and not mine:
             raise ConfigError(
                 "grpo.val_period, val_at_start or val_at_end asks for an evaluation, and there are"
@@ -149,6 +173,15 @@ class TrainConfig(_Settings, frozen=True):
             )
         if not self.task.temperature >= 0:
             raise ConfigError(f"task.temperature is {self.task.temperature}; it must be at least 0")
+        at = self.task.val_temperature
+        if at is not None and not at >= 0:
+            raise ConfigError(f"task.val_temperature is {at}; it must be at least 0")
+        if self.task.reward is not None and self.task.environment is not None:
+            raise ConfigError(
+                "task.reward and task.environment are both set; an environment gives rewards itself"
+            )
+        if self.task.environment is not None and self.task.jsonl is None:
+            raise ConfigError("task.environment is set, and its prompts are not: set task.jsonl")
         loop = self.event_loop
         if loop != "asyncio" and importlib.util.find_spec(loop) is None:
             raise ConfigError(

@@ -21,6 +21,7 @@ import msgspec
 import ray
 
 from sc_core import (
+    AdvantageEstimator,
     BundleStore,
     CallTimeout,
     ConfigError,
@@ -35,28 +36,41 @@ from sc_core import (
     build_sampler,
     check_capacity,
     check_resume,
+    check_scope,
     in_thread,
     restore,
 )
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
-from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.health import FleetHealth
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.start import EngineMaker, GenerationStart
-from sc_ray.generation.worker import GenerationSpec
 from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.lazy import much_is_imported
+from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
+from sc_ray.phrasing import Phrasing
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
-from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
+from sc_ray.tasks import (
+    Task,
+    guess_digit,
+    hold_out,
+    larger_digit,
+    load_environment,
+    load_jsonl,
+    load_reward,
+    two_digit_sums,
+)
+from sc_ray.tasks.jsonl import read_prompts
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
-from sc_ray.weights import FileWeightSync, remove_leftovers
+from sc_ray.weights import FileWeightSync
 
 Resume = Literal["auto", "never"] | Path
 
@@ -69,6 +83,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     task: Task
     tokenizer: Tokenizer
+    chat: bool = False  #: whether prompts go into the chat template
 
     @classmethod
     def of(cls, config: TrainConfig) -> Prepared:
@@ -85,12 +100,16 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             if pretrained
             else Tokenizer.of_characters(task.alphabet())
         )
-        build_estimator(config)
+        chat = _uses_chat_template(config, tokenizer)
+        phrasing = Phrasing(tokenizer=tokenizer, chat=chat, system_prompt=config.task.system_prompt)
+        phrasing.check(task)
+        check_engine(config.generation.engine, batch_invariant=config.generation.batch_invariant)
+        check_scope(config.controller, build_estimator(config))
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
             check_cpus(config, config.cluster.num_cpus)
-        return cls(task=task, tokenizer=tokenizer)
+        return cls(task=task, tokenizer=tokenizer, chat=chat)
 
 
 class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +124,11 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
     generation_start: GenerationStart  #: of others like them
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
+
+    def __post_init__(self) -> None:
+        """Import what `open` uses: the actor wants it there when it gets these arguments."""
+        with much_is_imported():
+            import sc_ray.partition  # noqa: F401
 
     @property
     def event_loop(self) -> EventLoop:
@@ -149,7 +173,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
             )
             opened.callback(sync.close)
-            rollouts = RayRollouts(engines)
+            rollouts = RayRollouts(engines, overlong_filtering=config.grpo.overlong_filtering)
             maker = EngineMaker(self.generation_start, parcels)
             opened.callback(maker.close)
             fleet = RayFleet(sync, rollouts)
@@ -218,7 +242,7 @@ def setup_single_controller(
         check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
-        start, generation = _start_generation(config, prepared, on_exit)
+        start, generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -295,21 +319,40 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
         ConfigError: there is no such task, file or reward function, or a line is no prompt.
     """
     reward = None if config.reward is None else load_reward(config.reward)
+    environment = None if config.environment is None else load_environment(config.environment)
+    turns = config.max_turns
     if config.jsonl is not None:
-        task = load_jsonl(Path(config.jsonl), reward=reward or exact_match)
+        task = load_jsonl(Path(config.jsonl), reward=reward, environment=environment)
+        turns = turns or (_TURNS if environment else None)
     elif config.name in _BUILT_IN:
-        task = hold_out(_BUILT_IN[config.name](seed=seed), config.held_out)
+        task = _BUILT_IN[config.name](seed=seed)
+        if config.held_out:
+            task = hold_out(task, config.held_out)
     else:
         near = difflib.get_close_matches(config.name, _BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else f"built in: {', '.join(_BUILT_IN)}"
         raise ConfigError(f"task.name: there is no task {config.name}; {hint}")
     if config.val_jsonl is not None:
-        task = msgspec.structs.replace(task, held_out=load_jsonl(Path(config.val_jsonl)).prompts)
+        held_out = read_prompts(Path(config.val_jsonl), answers=task.environment is None)
+        task = msgspec.structs.replace(task, held_out=held_out)
+    if reward is not None and task.environment is not None:
+        raise ConfigError(f"task.reward is set, and task {task.name} has an environment")
     return msgspec.structs.replace(
         task,
         reward=reward or task.reward,
+        max_turns=turns or task.max_turns,
         max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+        characters=task.characters + config.characters,
     )
+
+
+def _uses_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> bool:
+    wanted = config.task.chat_template
+    if wanted == "auto":
+        return bool(config.policy.model.pretrained) and tokenizer.has_chat_template
+    if wanted and not tokenizer.has_chat_template:
+        raise ConfigError("task.chat_template is true, and the tokenizer has no chat template")
+    return wanted
 
 
 def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
@@ -328,12 +371,12 @@ def build_held_out(task: Task) -> HeldOutPrompts | None:
     return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
-def build_estimator(config: TrainConfig) -> GrpoAdvantages:
-    """Raises ConfigError if a group is too small for the baseline."""
-    return GrpoAdvantages(
-        baseline=config.advantages.baseline,
-        normalize_by_std=config.advantages.normalize,
+def build_estimator(config: TrainConfig) -> AdvantageEstimator:
+    """Raises ConfigError if a group is too small for it."""
+    loss = config.policy.loss
+    return config.advantages.build(
         group_size=config.grpo.num_generations_per_prompt,
+        kl_in_reward=loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0,
     )
 
 
@@ -348,7 +391,13 @@ def run_id(run_dir: Path) -> str:
     return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
 
 
-_BUILT_IN = {"larger_digit": larger_digit}
+_BUILT_IN = {
+    "larger_digit": larger_digit,
+    "guess_digit": guess_digit,
+    "two_digit_sums": two_digit_sums,
+}
+_TURNS = 8
+"""Of an episode with an environment of the user's, unless the settings say more."""
 
 
 # workers -------------------------------------------------------------------------------
@@ -357,6 +406,7 @@ _BUILT_IN = {"larger_digit": larger_digit}
 def _start_generation(
     config: TrainConfig,
     prepared: Prepared,
+    run_id: str,
     on_exit: ExitStack,
 ) -> tuple[GenerationStart, dict[str, Any]]:
     spec = GenerationSpec(
@@ -364,9 +414,16 @@ def _start_generation(
         tokenizer=prepared.tokenizer,
         task=prepared.task,
         run_seed=config.grpo.seed,
+        run_id=run_id,
         temperature=config.task.temperature,
+        val_temperature=config.task.val_temperature,
+        chat=prepared.chat,
+        system_prompt=config.task.system_prompt,
+        engine=config.generation.engine,
         batch_invariant=config.generation.batch_invariant,
+        max_batch_rows=config.generation.max_batch_rows,
         threads=config.generation.threads,
+        vllm=config.generation.vllm,
     )
     start = GenerationStart(spec=spec, spread=config.cluster.spread_generation)
     actors: dict[str, Any] = {}
@@ -416,7 +473,9 @@ async def _nodes_of(generation: Mapping[str, Any], deadline_s: float) -> dict[st
     nodes: dict[str, str] = {}
     for name, actor in generation.items():
         with anyio.move_on_after(deadline_s) as deadline:
-            nodes[name] = await RayEngine(actor, name=name).node_id()
+            engine = RayEngine(actor, name=name)
+            await engine.ready()
+            nodes[name] = await engine.node_id()
         if deadline.cancelled_caught:
             raise CallTimeout(f"starting {name}", deadline_s)
     return nodes

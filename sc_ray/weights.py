@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import fcntl
 import logging
 import math
-import os
-import re
-import shutil
-import stat
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +23,7 @@ from sc_core import (
     in_thread,
 )
 from sc_ray.bridge import await_future
+from sc_ray.memory import MemoryDirectory, remove_leftovers
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -98,8 +93,6 @@ class FileWeightSync:
         parent: Path | None = None,
         engine_s: float | None = None,
     ) -> None:
-        if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
-            raise ConfigError(f"run id {run_id!r} has more than letters, digits, - and _")
         if not engines:
             raise ConfigError("weights need at least one engine to go to")
         self._trainer = trainer
@@ -114,10 +107,9 @@ class FileWeightSync:
         self._closed = False
         self.keeper: Keeper = Nobody()
         self._run_id = run_id
-        parent = parent or _memory()
+        self._memory = MemoryDirectory(run_id, parent=parent)
         remove_leftovers(run_id, parent=parent)
-        self.directory = Path(tempfile.mkdtemp(prefix=_prefix(run_id), dir=parent))
-        self._file_lock = _lock(self.directory)  # tells other runs that this one lives
+        self.directory = self._memory.path
 
     def __enter__(self) -> FileWeightSync:
         return self
@@ -240,10 +232,7 @@ class FileWeightSync:
         """Remove the files. Blocks; may be called again. Who waits to join learns of it."""
         self._closed = True
         self._sync_ends()  # wakes those who wait
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self._file_lock is not None:
-            os.close(self._file_lock)
-            self._file_lock = None
+        self._memory.close()
 
     def _path(self, version: int) -> Path:
         return self.directory / f"{self._run_id}-v{version}.safetensors"
@@ -317,41 +306,3 @@ class FileWeightSync:
         for old in self.directory.glob("*.safetensors"):
             if old != path:
                 old.unlink(missing_ok=True)
-
-
-_LOCK = "lock"
-
-
-def _memory() -> Path:
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-
-
-def _prefix(run_id: str) -> str:
-    return f"single-controller.{run_id}."
-
-
-def _lock(directory: Path) -> int | None:
-    """Hold the directory's lock until the descriptor is closed or the process ends."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def remove_leftovers(run_id: str, *, parent: Path | None = None) -> None:
-    """Remove what earlier processes of this run left in memory; one that lives keeps its own."""
-    for found in (parent or _memory()).glob(f"{_prefix(run_id)}*"):
-        try:
-            owned = found.lstat()
-            if not stat.S_ISDIR(owned.st_mode) or owned.st_uid != os.getuid():
-                continue  # not made by us: a file or link of that name, or another user's
-            lock = _lock(found)
-        except OSError:  # went away meanwhile
-            continue
-        if lock is not None:
-            shutil.rmtree(found, ignore_errors=True)
-            os.close(lock)

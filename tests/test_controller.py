@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from sc_core.filters import ZeroVarianceFilter
 from sc_core.records import Prompt
 from sc_core.restore import check_resume
 from sc_core.testing import MemoryRun
+from sc_core.testing.ports import MeanBaseline
 
 pytestmark = pytest.mark.anyio
 
@@ -550,3 +552,17 @@ async def test_a_power_cut_after_a_bundle_leaves_a_log_that_reaches_its_cut(seed
     result = await run.run()
     assert result is not None and result.step == 12
     assert fates(run)["trained"] >= 48
+
+
+async def test_a_step_says_how_long_the_controllers_thread_computed() -> None:
+    class Busy(MeanBaseline):
+        def estimate(self, columns: Any, group_sizes: Any) -> dict[str, list[Any]]:
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            return super().estimate(columns, group_sizes)
+
+    run = MemoryRun(settings(steps=2), prompts=range(100))
+    run.estimator = Busy()
+    await run.run()
+    assert all(0.02 <= line["timing/train/controller_cpu_time"] < 10 for line in run.metrics.steps)

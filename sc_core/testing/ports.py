@@ -18,7 +18,7 @@ import msgspec
 
 from sc_core.disk import LOCAL, Disk
 from sc_core.errors import BundleDamaged, EndOfPrompts, EnginesFailed, RolloutError, WorkerDied
-from sc_core.ports import Columns, DataPlane
+from sc_core.ports import Columns, DataPlane, EstimatorScope
 from sc_core.records import Batch, Prompt, PulledPrompt, Sample
 from sc_core.watched import Watched
 
@@ -279,8 +279,9 @@ class MeanBaseline:
 
     select_fields = ("reward", "masked")
 
-    def __init__(self, *, heavy: bool = False) -> None:
+    def __init__(self, *, heavy: bool = False, scope: EstimatorScope = "group") -> None:
         self.heavy = heavy
+        self.scope = scope
 
     def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
         advantages: list[float] = []

@@ -85,15 +85,24 @@ class RayEngine:
         try:
             await answer(self.name, self._actor.check.remote())
         except WorkerDied as death:
-            if isinstance(death.__cause__, ActorDiedError):
-                raise
-            raise RolloutError(str(death)) from death
+            report = death.__cause__
+            if isinstance(report, RayActorError) and not isinstance(report, ActorDiedError):
+                raise RolloutError(str(death)) from death
+            raise
         except Exception as exc:  # the worker's own
             raise WorkerDied(self.name, f"its engine: {type(exc).__name__}: {exc}") from exc
 
     def end(self) -> None:
         """End the worker's process, if it is still there."""
         kill(self._actor)
+
+    async def ready(self) -> None:
+        """Wait until the worker's engine is built.
+
+        Raises:
+            ConfigError: it can't be.
+        """
+        await answer(self.name, self._actor.ready.remote())
 
     async def ping(self) -> None:
         """Wait until the worker is up."""
@@ -117,16 +126,25 @@ class RayRollouts:
         choice: `least_loaded` gives a group to the worker with the fewest siblings under way;
             `by_ordinal` gives a prompt always to the same one, as long as all live.
 
+        overlong_filtering: whether a sibling that was cut off at a length limit is masked.
+
     Raises:
         ConfigError: no engines, or two of one name.
     """
 
-    def __init__(self, engines: Sequence[RayEngine], *, choice: Choice = "least_loaded") -> None:
+    def __init__(
+        self,
+        engines: Sequence[RayEngine],
+        *,
+        choice: Choice = "least_loaded",
+        overlong_filtering: bool = False,
+    ) -> None:
         self._engines = {engine.name: engine for engine in engines}
         if not engines or len(self._engines) < len(engines):
             names = [engine.name for engine in engines]
             raise ConfigError(f"rollouts need engines of different names, and got {names}")
         self._choice = choice
+        self._overlong_filtering = overlong_filtering
         self._lock = threading.Lock()  #: over changes of `_engines`, which is replaced, not changed
         self._calls: dict[str, set[_Call]] = {}  #: under way, by engine
         self._under_way = dict.fromkeys(self._engines, 0)  #: siblings, by engine
@@ -243,18 +261,24 @@ class RayRollouts:
             raise RolloutError(str(death)) from report
         except RayTaskError as report:
             cause = report.cause
+            if isinstance(cause, WorkerDied) and self._engines.get(name) is call.engine:
+                self._bury(name, str(cause))  # the worker lives, its engine does not
+                self.keeper.died(call.engine, cause.reason)
             kind = DataFailure if isinstance(cause, DataFailure) else RolloutError
             what = "" if isinstance(cause, ScError) else f"{type(cause).__name__}: "
             raise kind(f"{name}: {what}{cause}") from report  # its own for each sibling
         except RolloutError as out:  # of `put_out`; likewise
             raise RolloutError(str(out)) from out
         completion, reward = rollouts.completions[place], rollouts.rewards[place]
+        components = rollouts.components[place] if rollouts.components else ()
+        row = rollout_row(rollouts.prompt_ids, completion, reward=reward, components=components)
         return Sample(
-            fields=rollout_row(rollouts.prompt_ids, completion, reward=reward),
+            fields=row,
             reward=reward,
-            tokens=len(completion.token_ids),
+            tokens=int(row["completion_mask"].sum()),
             end_weight_version=completion.weight_version,
             engine=name,
+            masked=self._overlong_filtering and completion.finish_reason == "length",
         )
 
 

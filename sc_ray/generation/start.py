@@ -11,8 +11,9 @@ from sc_core import (
     in_thread,
 )
 from sc_ray.cluster import kill, this_node
+from sc_ray.generation.engine import GenerationSpec
 from sc_ray.generation.port import RayEngine
-from sc_ray.generation.worker import GenerationActor, GenerationSpec
+from sc_ray.generation.worker import GenerationActor
 from sc_ray.parcels import Parcels
 
 
@@ -42,12 +43,13 @@ class EngineMaker:
         A cancel, and an error, end it.
 
         Raises:
-            WorkerDied: it did not come up.
+            ConfigError, WorkerDied: it did not come up.
         """
         actor = await in_thread(self._start.start, name)
         self._made.append(actor)
         engine = RayEngine(actor, name=name)
         try:
+            await engine.ready()
             far = await engine.node_id() != ray.get_runtime_context().get_node_id()
         except BaseException:
             engine.end()

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from sc_core import (
     ConfigError,
     RestoreError,
     ScError,
 )
-from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss
+from sc_ray.lazy import lazy
+from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss, step_metrics
 from sc_ray.model import (
     ModelConfig,
     build_model,
@@ -30,13 +29,18 @@ from sc_ray.model import (
 )
 from sc_ray.tokenizer import Tokenizer
 
-Row = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+Row: TypeAlias = "Mapping[str, torch.Tensor]"
 """One sibling: 1-D tensors by column name, as `sc_ray.generation.rollout_row` makes them; training
-also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage` `[1]`."""
+also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage`, `[1]` or `[T]`. With a
+penalty in the loss for leaving a reference, it needs `reference_logprobs` `[T]` as well."""
 
 _WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "optimizer.json"
 _RNG = "torch_rng"
-_METRICS = ("loss", "grad_norm", "tokens", "ratio", "clip_fraction", "importance_weight")
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +104,7 @@ class Policy:
         all_reduce: sums a tensor over data-parallel workers, in place, on every one of them, as
             `torch.distributed.all_reduce` does. It is called in `finish_step` alone, and equally
             often on each worker, whatever rows each has seen.
+        all_reduce_max: the same for the largest.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Policy:
         seed: int = 0,
         threads: int = 1,
         all_reduce: Callable[[torch.Tensor], object] | None = None,
+        all_reduce_max: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         configure_torch(threads)
         self._settings = optimizer or OptimizerConfig()
@@ -120,6 +126,7 @@ class Policy:
         self._tokenizer = tokenizer
         self._temperature = temperature
         self._all_reduce = all_reduce
+        self._all_reduce_max = all_reduce_max
         self._model = build_model(model, tokenizer, seed=seed)
         self._parameters = dict(self._model.named_parameters())
         self._optimizer = torch.optim.AdamW(
@@ -142,7 +149,6 @@ class Policy:
 
     # log-probs -------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probs of each row's sampled tokens under the current weights.
 
@@ -150,7 +156,8 @@ class Policy:
         """
         found: list[torch.Tensor] = []
         for batch in self._microbatches(rows):
-            logprobs = self._token_logprobs(batch)
+            with torch.no_grad():
+                logprobs = self._token_logprobs(batch)
             found += [
                 values[: len(row["input_ids"])].clone()
                 for row, values in zip(batch.rows, logprobs.where(batch.mask, 0.0), strict=True)
@@ -174,10 +181,10 @@ class Policy:
         """Add one chunk's gradient to the open step; returns `loss` and `tokens` of the chunk.
 
         Raises:
-            ScError: no step is open.
+            ScError: no step is open, or a row has neither one advantage nor one per token.
         """
         step = self._open("accumulate")
-        chunk = torch.zeros(len(LossSums._fields), dtype=torch.float64)
+        chunk = _Totals()
         self._model.train()
         try:
             with self._own_randomness():
@@ -186,24 +193,27 @@ class Policy:
                         logprobs=self._token_logprobs(batch),
                         prev_logprobs=batch.column("prev_logprobs"),
                         generation_logprobs=batch.column("generation_logprobs"),
-                        advantages=torch.cat([row["advantage"] for row in batch.rows]),
+                        advantages=batch.advantages(),
                         mask=batch.mask,
                         config=self._loss,
+                        reference_logprobs=(
+                            batch.column("reference_logprobs") if self._loss.kl_in_loss else None
+                        ),
                     )
                     sums.loss.backward()  # type: ignore[no-untyped-call]
-                    chunk += torch.stack([value.detach().double() for value in sums])
+                    chunk.add(torch.stack([value.detach().double() for value in sums]))
         finally:
             self._model.eval()
-        step.sums += chunk
-        loss, tokens = chunk[:2].tolist()
-        return {"loss": loss / max(tokens, 1.0), "tokens": tokens}
+        step.totals.add(chunk.values)
+        metrics = step_metrics(chunk.by_name())
+        return {name: metrics[name] for name in ("loss", "tokens")}
 
     def finish_step(self) -> dict[str, float]:
-        """Apply the gradient, averaged over the step's sampled tokens, and close the step.
+        """Apply the gradient, divided by the step's tokens or sequences, and close the step.
 
-        Returns `loss`, `grad_norm` (before clipping), `tokens`, and the token means `ratio`,
-        `clip_fraction` and `importance_weight`; the same on every data-parallel worker. A step
-        without a sampled token leaves weights and optimizer as they are; all of these are 0.
+        Returns `grad_norm` (before clipping) and the metrics of `sc_ray.losses.step_metrics`; the
+        same on every data-parallel worker. A step without a sampled token leaves weights and
+        optimizer as they are; all of these are 0.
 
         Raises:
             ScError: no step is open, or its gradient is not finite. The step is then abandoned.
@@ -282,19 +292,22 @@ class Policy:
         return self._step
 
     def _apply(self, step: _OpenStep) -> dict[str, float]:
-        sums, gradients = step.sums, []
+        gradients = []
         for parameter in self._parameters.values():
             if parameter.grad is None:  # this worker had no rows
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         if self._all_reduce is not None:
-            for tensor in (sums, *gradients):
-                self._all_reduce(tensor)
-        loss, tokens, ratio, clipped, importance = sums.tolist()
-        if tokens == 0:
-            return dict.fromkeys(_METRICS, 0.0)
+            for gradient in gradients:
+                self._all_reduce(gradient)
+            step.totals.reduce(self._all_reduce, self._all_reduce_max)
+        totals = step.totals.by_name()
+        metrics = step_metrics(totals)
+        denominator, tokens = totals["denominator"], totals["tokens"]
+        if denominator == 0:
+            return {**metrics, "grad_norm": 0.0}
         for gradient in gradients:
-            gradient.div_(tokens)
+            gradient.div_(denominator)
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
             raise ScError(f"finish_step: the gradient's norm over {tokens:.0f} tokens is {norm}")
@@ -302,8 +315,7 @@ class Policy:
             self._parameters.values(), self._settings.max_grad_norm, norm
         )
         self._optimizer.step()
-        means = (ratio / tokens, clipped / tokens, importance / tokens)
-        return dict(zip(_METRICS, (loss / tokens, float(norm), tokens, *means), strict=True))
+        return {**metrics, "grad_norm": float(norm)}
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         state = self._optimizer.state
@@ -335,7 +347,33 @@ class _OpenStep:
 
     def __init__(self, rng_before: torch.Tensor) -> None:
         self.rng_before = rng_before
-        self.sums = torch.zeros(len(LossSums._fields), dtype=torch.float64)
+        self.totals = _Totals()
+
+
+class _Totals:
+    """What the `LossSums` of several microbatches, and of several workers, amount to."""
+
+    def __init__(self) -> None:
+        self._is_maximum = torch.tensor([name.startswith("max_") for name in LossSums._fields])
+        self.values = torch.zeros(len(LossSums._fields), dtype=torch.float64)
+
+    def add(self, values: torch.Tensor) -> None:
+        together = torch.maximum(self.values, values)
+        self.values = torch.where(self._is_maximum, together, self.values + values)
+
+    def reduce(
+        self,
+        all_reduce: Callable[[torch.Tensor], object],
+        all_reduce_max: Callable[[torch.Tensor], object] | None,
+    ) -> None:
+        sums, maxima = self.values.clone(), self.values.clone()
+        all_reduce(sums)
+        if all_reduce_max is not None:
+            all_reduce_max(maxima)
+        self.values = torch.where(self._is_maximum, maxima, sums)
+
+    def by_name(self) -> dict[str, float]:
+        return dict(zip(LossSums._fields, self.values.tolist(), strict=True))
 
 
 class _Microbatch:
@@ -347,6 +385,19 @@ class _Microbatch:
         self.mask = self.column("completion_mask").bool()
 
     def column(self, name: str, padding: float = 0) -> torch.Tensor:
-        return pad_sequence(
+        return torch.nn.utils.rnn.pad_sequence(
             [row[name] for row in self.rows], batch_first=True, padding_value=padding
         )
+
+    def advantages(self) -> torch.Tensor:
+        """`[rows, tokens]`, whether rows have one or one per token."""
+        each = []
+        for row in self.rows:
+            advantage, tokens = row["advantage"], len(row["input_ids"])
+            if len(advantage) not in (1, tokens):
+                raise ScError(
+                    f"a row of {tokens} tokens has {len(advantage)} advantages; it needs one, or"
+                    " one per token"
+                )
+            each.append(advantage.expand(tokens))
+        return torch.nn.utils.rnn.pad_sequence(each, batch_first=True)

@@ -23,8 +23,6 @@ from sc_ray.transfer_queue import TransferQueueSpec
 
 SAMPLED = ("input_ids", "completion_mask")
 """The columns that log-probs are computed from."""
-TRAINED = (*SAMPLED, "generation_logprobs", "prev_logprobs", "advantage")
-"""The columns that a gradient is computed from."""
 
 
 F = TypeVar("F")
@@ -68,6 +66,7 @@ class TrainerWorker:
             seed=spec.seed,
             threads=spec.threads,
         )
+        self._trained = (*SAMPLED, *spec.loss.columns)  #: what a gradient is computed from
         self._rows = spec.rows.connect_rows()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "policy writer")
         self._written: concurrent.futures.Future[None] | None = None
@@ -95,7 +94,7 @@ class TrainerWorker:
     def train_microbatches(self, batch: Batch) -> None:
         """Accumulate the gradient of one chunk; its masked rows are not even fetched."""
         if rows := batch.trained_ids:
-            self._policy.accumulate(self._fetch(rows, TRAINED))
+            self._policy.accumulate(self._fetch(rows, self._trained))
 
     def finish_step(self) -> Mapping[str, float]:
         """Apply the gradient; returns the metrics of `Policy.finish_step`."""

@@ -21,12 +21,12 @@ from sc_core.errors import ConfigError, DataFailure, RolloutError, WeightSyncErr
 from sc_core.records import Prompt, Sample, group_id
 from sc_ray.bridge import await_ref
 from sc_ray.generation import Completion, Request, request_seed, rollout_row
+from sc_ray.generation.batching import BatchingEngine
+from sc_ray.generation.engine import GenerationSpec
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.torch_engine import TorchEngine
 from sc_ray.generation.worker import (
-    BatchingEngine,
     GenerationActor,
-    GenerationSpec,
     GenerationWorker,
     Rollouts,
 )

@@ -13,7 +13,7 @@ from sc_core.errors import ConfigError, RestoreError, ScError
 from sc_ray.estimators import GrpoAdvantages
 from sc_ray.generation import Request, request_seed, rollout_row
 from sc_ray.generation.torch_engine import TorchEngine
-from sc_ray.losses import LossConfig
+from sc_ray.losses import LossConfig, LossSums, step_metrics
 from sc_ray.model import ModelConfig, build_model, read_tensors, write_tensors
 from sc_ray.tasks import larger_digit
 from sc_ray.tokenizer import Tokenizer
@@ -110,9 +110,8 @@ def test_a_step_moves_the_weights_and_tells_what_it_did() -> None:
     assert not same(trained, untouched) and trained.steps == 1
     tokens = sum(int(row["completion_mask"].sum()) for row in rows)
     assert metrics["tokens"] == tokens
-    assert set(metrics) == {
-        "loss", "grad_norm", "tokens", "ratio", "clip_fraction", "importance_weight",
-    }  # fmt: skip
+    nothing = step_metrics(dict.fromkeys(LossSums._fields, 0.0))
+    assert metrics.keys() == nothing.keys() | {"grad_norm"}
     assert metrics["grad_norm"] > 0
     assert 0 < metrics["clip_fraction"] < 1
 
@@ -123,25 +122,38 @@ def test_on_policy_rows_have_ratio_and_weight_one() -> None:
     for row, logprobs in zip(rows, trained.logprobs(rows), strict=True):
         row["prev_logprobs"] = row["generation_logprobs"] = logprobs
     metrics = train(trained, rows)
-    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["probs_ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["sampling_importance_ratio_max"] == 1 and metrics["gen_kl_error"] == 0
     assert metrics["importance_weight"] == 1 and metrics["clip_fraction"] == 0
     weight = torch.cat([row["advantage"] * row["completion_mask"].sum() for row in rows]).sum()
     assert metrics["loss"] == pytest.approx(-float(weight) / metrics["tokens"], abs=1e-5)
 
 
-def gradient_of(chunks: int, microbatch_rows: int) -> tuple[dict[str, float], torch.Tensor]:
+def gradient_of(
+    chunks: int, microbatch_rows: int, loss: LossConfig | None = None
+) -> tuple[dict[str, float], torch.Tensor]:
     """What a first step does to the first moment: a tenth of the clipped gradient."""
-    trained = policy(optimizer=OptimizerConfig(microbatch_rows=microbatch_rows, max_grad_norm=1e9))
+    optimizer = OptimizerConfig(microbatch_rows=microbatch_rows, max_grad_norm=1e9)
+    trained = policy(optimizer=optimizer, loss=loss)
     metrics = train(trained, made_up_rows(), chunks=chunks)
     moments = [v for name, v in trained.snapshot().optimizer.items() if name.endswith(".exp_avg")]
     return metrics, torch.cat([moment.flatten() for moment in moments]) * 10
 
 
-def test_how_a_step_is_split_changes_neither_gradient_nor_metrics() -> None:
-    metrics, gradient = gradient_of(chunks=1, microbatch_rows=100)
+LOSSES = {
+    "over tokens": LossConfig(),
+    "over sequences": LossConfig(token_level_loss=False),
+    "by a constant": LossConfig(token_level_loss=False, loss_scale_factor=4),
+    "gspo": LossConfig(token_level_loss=False, sequence_level_importance_ratios=True),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_how_a_step_is_split_changes_neither_gradient_nor_metrics(loss: LossConfig) -> None:
+    metrics, gradient = gradient_of(chunks=1, microbatch_rows=100, loss=loss)
     assert float(gradient.norm()) == pytest.approx(metrics["grad_norm"], rel=1e-4)
     for chunks, microbatch_rows in ((1, 5), (3, 100), (24, 1), (5, 3)):
-        other_metrics, other = gradient_of(chunks, microbatch_rows)
+        other_metrics, other = gradient_of(chunks, microbatch_rows, loss)
         torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
         assert other_metrics == pytest.approx(metrics, rel=1e-4)
 
@@ -155,10 +167,39 @@ def test_a_long_gradient_is_cut_to_its_bound() -> None:
 
 
 def test_the_loss_follows_its_settings() -> None:
-    loose = LossConfig(clip_low=0.99, clip_high=100, importance_cap=1e-3)
+    loose = LossConfig(
+        ratio_clip_min=0.99, ratio_clip_max=100, truncated_importance_sampling_ratio=1e-3
+    )
     metrics = train(policy(loss=loose), made_up_rows())
     assert metrics["clip_fraction"] == 0
     assert metrics["importance_weight"] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_each_token_may_have_an_advantage_of_its_own() -> None:
+    one, each, other = policy(), policy(), policy()
+    rows = made_up_rows()
+    spread = [{**r, "advantage": r["advantage"].expand(len(r["input_ids"]))} for r in rows]
+    assert train(one, rows) == train(each, spread) and same(one, each)
+    spread[0]["advantage"] = torch.arange(len(rows[0]["input_ids"])).float()
+    assert train(other, spread)["loss"] != 0 and not same(one, other)
+    other.begin_step()
+    with pytest.raises(ScError, match="a row of 4 tokens has 3 advantages"):
+        other.accumulate([{**rows[0], "advantage": torch.zeros(3)}])
+
+
+def test_a_penalty_reads_the_reference() -> None:
+    rows = made_up_rows()
+    loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k2")
+    far, near = policy(loss=loss), policy(loss=loss)
+    untrained = policy().logprobs(rows)
+    for row, logprobs in zip(rows, untrained, strict=True):
+        row["reference_logprobs"] = logprobs - 0.5
+    metrics = train(far, rows)
+    assert metrics["kl_penalty"] == pytest.approx(0.125, rel=1e-4)
+    for row, logprobs in zip(rows, untrained, strict=True):
+        row["reference_logprobs"] = logprobs
+    assert train(near, rows)["kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert not same(far, near)
 
 
 def test_an_abandoned_step_leaves_no_trace() -> None:
@@ -269,31 +310,42 @@ class Ring:
         self._barrier = threading.Barrier(workers, timeout=60)
         self._given: dict[int, torch.Tensor] = {}
 
-    def all_reduce(self, rank: int) -> Callable[[torch.Tensor], None]:
+    def all_reduce(self, rank: int, *, most: bool = False) -> Callable[[torch.Tensor], None]:
         def reduce(tensor: torch.Tensor) -> None:
             self._given[rank] = tensor.clone()
             self._barrier.wait()
-            total = torch.stack([self._given[r] for r in sorted(self._given)]).sum(0)
+            given = torch.stack([self._given[r] for r in sorted(self._given)])
+            total = given.amax(0) if most else given.sum(0)
             self._barrier.wait()
             tensor.copy_(total)
 
         return reduce
 
 
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("shares", [(16, 8), (24, 0)])
 def test_workers_with_a_share_each_become_what_one_with_all_becomes(
-    shares: tuple[int, int],
+    shares: tuple[int, int], loss: LossConfig
 ) -> None:
-    rows, single, ring = made_up_rows(), policy(), Ring(2)
+    rows, single, ring = made_up_rows(), policy(loss=loss), Ring(2)
     expected = train(single, rows)
-    workers = [policy(all_reduce=ring.all_reduce(rank)) for rank in range(2)]
+    workers = [
+        policy(
+            loss=loss,
+            all_reduce=ring.all_reduce(rank),
+            all_reduce_max=ring.all_reduce(rank, most=True),
+        )
+        for rank in range(2)
+    ]
     parts = [rows[: shares[0]], rows[shares[0] :]]
     assert [len(part) for part in parts] == list(shares)
     metrics: dict[int, dict[str, float]] = {}
 
+    for worker, part in zip(workers, parts, strict=True):  # one by one: threads share torch's RNG
+        worker.begin_step()
+        worker.accumulate(part)
+
     def work(rank: int) -> None:
-        workers[rank].begin_step()
-        workers[rank].accumulate(parts[rank])
         metrics[rank] = workers[rank].finish_step()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
