@@ -147,6 +147,12 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
+        at_least = self.async_rl.generation_fleet_health.min_healthy_shards
+        if at_least > self.generation.workers:
+            raise ConfigError(
+                f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
+                f" {self.generation.workers} of generation.workers"
+            )
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(
                 f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"

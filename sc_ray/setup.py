@@ -44,8 +44,9 @@ from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
+from sc_ray.generation.health import FleetHealth
 from sc_ray.generation.port import RayEngine, RayRollouts
-from sc_ray.generation.worker import GenerationActor
+from sc_ray.generation.start import EngineMaker, GenerationStart
 from sc_ray.hosted import EventLoop, in_abandonable_thread
 from sc_ray.lazy import much_is_imported
 from sc_ray.memory import remove_leftovers
@@ -121,6 +122,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     trainer: Any  #: handle of a `TrainerActor`
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
+    generation_start: GenerationStart  #: of others like them
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
 
     def __post_init__(self) -> None:
@@ -135,6 +137,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SingleController]:
         """Become the writer of the run directory, and build the controller on this event loop.
+
+        As long as this is open, the engines are looked after.
 
         Raises:
             RunInUse: another process writes bundles there.
@@ -170,22 +174,38 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
             opened.callback(sync.close)
             rollouts = RayRollouts(engines, overlong_filtering=config.grpo.overlong_filtering)
+            maker = EngineMaker(self.generation_start, parcels)
+            opened.callback(maker.close)
+            fleet = RayFleet(sync, rollouts)
+            health = FleetHealth(
+                fleet,
+                engines,
+                config.async_rl.generation_fleet_health,
+                make=maker.make,
+                start_s=config.cluster.start_deadline_s,
+                in_thread=in_thread,
+            )
+            fleet.attach(health)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
                 worker=rollouts,
                 trainer=trainer,
                 weight_sync=sync,
-                fleet=RayFleet(sync, rollouts),
+                fleet=fleet,
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
                 bundles=store if config.checkpointing.enabled else None,
                 validation=build_held_out(self.task),
             )
-            yield SingleController(
+            controller = SingleController(
                 config.controller, ready, ports, runner=runner, settings=to_plain(config)
             )
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(health.run, controller, name="engine health")
+                yield controller
+                beside.cancel_scope.cancel()
 
     async def _connect(self, ready: ReadyStore) -> DataPlane:
         return await in_thread(self.rows.connect)
@@ -222,7 +242,7 @@ def setup_single_controller(
         check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
-        generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
+        start, generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -260,6 +280,7 @@ def setup_single_controller(
         task=prepared.task,
         trainer=trainer,
         generation=generation,
+        generation_start=start,
         far=far,
     )
 
@@ -387,7 +408,7 @@ def _start_generation(
     prepared: Prepared,
     run_id: str,
     on_exit: ExitStack,
-) -> dict[str, Any]:
+) -> tuple[GenerationStart, dict[str, Any]]:
     spec = GenerationSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
@@ -404,13 +425,13 @@ def _start_generation(
         threads=config.generation.threads,
         vllm=config.generation.vllm,
     )
+    start = GenerationStart(spec=spec, spread=config.cluster.spread_generation)
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
-        where = "SPREAD" if config.cluster.spread_generation else this_node()
-        actors[name] = GenerationActor.options(scheduling_strategy=where).remote(spec, name)
+        actors[name] = start.start(name)
         on_exit.callback(kill, actors[name])
-    return actors
+    return start, actors
 
 
 def _start_trainer(

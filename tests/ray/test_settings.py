@@ -126,6 +126,20 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ),
         ("checkpointing.checkpoint_must_save_by=3:45", "is '3:45'; it must be dd:hh:mm:ss"),
         ("generation.workers=0", "generation.workers is 0; it must be at least 1"),
+        (
+            "async_rl.generation_fleet_health.min_healthy_shards=3",
+            "async_rl.generation_fleet_health.min_healthy_shards is 3, more than the 1 of"
+            " generation.workers",
+        ),
+        (
+            "async_rl.generation_fleet_health.probe_interval_s=0",
+            "async_rl.generation_fleet_health.probe_interval_s is 0.0; it must be above 0 and"
+            " finite",
+        ),
+        (
+            "async_rl.generation_fleet_health.unhealthy_threshold=0",
+            "async_rl.generation_fleet_health.unhealthy_threshold is 0; it must be at least 1",
+        ),
         ("policy.threads=0", "policy.threads is 0"),
         ("cluster.storage_units=0", "cluster.storage_units is 0"),
         ("task.temperature=-1", "task.temperature is -1"),
