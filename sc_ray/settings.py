@@ -26,7 +26,8 @@ from sc_core import (
     RolloutRecoveryConfig,
     decode,
 )
-from sc_ray.estimators import Baseline
+from sc_ray.estimators import AdvantagesConfig
+from sc_ray.generation.engine import VllmConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
@@ -101,13 +102,14 @@ class PolicyConfig(_Settings, frozen=True):
 
 class GenerationConfig(_Settings, frozen=True):
     workers: int = 1  #: processes that generate
-    batch_invariant: bool = False  #: log-probs don't depend on what else is being generated
+    engine: str = "torch"
+    """What computes in them: `torch`, a small one of our own; `vllm`, where it is installed; or
+    `module:Class`, which is called with a `sc_ray.generation.engine.GenerationSpec`."""
+    batch_invariant: bool = False
+    """Log-probs don't depend on what else is being generated. Of `torch` alone."""
+    max_batch_rows: int = 256  #: completions that one worker makes at a time; bounds its memory
     threads: int = 1  #: of torch, in each of them
-
-
-class AdvantagesConfig(_Settings, frozen=True):
-    baseline: Baseline = "leave_one_out"
-    normalize: bool = False  #: divide by the group's standard deviation
+    vllm: VllmConfig = VllmConfig()
 
 
 class ClusterConfig(_Settings, frozen=True):
@@ -149,6 +151,7 @@ class TrainConfig(_Settings, frozen=True):
             ("policy.threads", self.policy.threads),
             ("generation.workers", self.generation.workers),
             ("generation.threads", self.generation.threads),
+            ("generation.max_batch_rows", self.generation.max_batch_rows),
             ("cluster.num_cpus", self.cluster.num_cpus),
             ("cluster.storage_units", self.cluster.storage_units),
             ("task.max_new_tokens", self.task.max_new_tokens),
@@ -156,6 +159,12 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
+        at_least = self.async_rl.generation_fleet_health.min_healthy_shards
+        if at_least > self.generation.workers:
+            raise ConfigError(
+                f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
+                f" {self.generation.workers} of generation.workers"
+            )
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(
                 f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"

@@ -21,6 +21,7 @@ import msgspec
 import ray
 
 from sc_core import (
+    AdvantageEstimator,
     BundleStore,
     CallTimeout,
     ConfigError,
@@ -35,16 +36,20 @@ from sc_core import (
     build_sampler,
     check_capacity,
     check_resume,
+    check_scope,
     in_thread,
     restore,
 )
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
-from sc_ray.estimators import GrpoAdvantages
+from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
+from sc_ray.generation.health import FleetHealth
 from sc_ray.generation.port import RayEngine, RayRollouts
-from sc_ray.generation.worker import GenerationActor, GenerationSpec
+from sc_ray.generation.start import EngineMaker, GenerationStart
 from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.lazy import much_is_imported
+from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
 from sc_ray.phrasing import Phrasing
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
@@ -66,7 +71,7 @@ from sc_ray.trainer.peers import Rendezvous, Seat, worker_name
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
-from sc_ray.weights import FileWeightSync, remove_leftovers
+from sc_ray.weights import FileWeightSync
 
 Resume = Literal["auto", "never"] | Path
 
@@ -99,7 +104,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         chat = _uses_chat_template(config, tokenizer)
         phrasing = Phrasing(tokenizer=tokenizer, chat=chat, system_prompt=config.task.system_prompt)
         phrasing.check(task)
-        build_estimator(config)
+        check_engine(config.generation.engine, batch_invariant=config.generation.batch_invariant)
+        check_scope(config.controller, build_estimator(config))
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
@@ -117,7 +123,13 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     trainers: Mapping[str, Any]  #: handles of `TrainerActor`s, by name, in the order of ranks
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
+    generation_start: GenerationStart  #: of others like them
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
+
+    def __post_init__(self) -> None:
+        """Import what `open` uses: the actor wants it there when it gets these arguments."""
+        with much_is_imported():
+            import sc_ray.partition  # noqa: F401
 
     @property
     def event_loop(self) -> EventLoop:
@@ -126,6 +138,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SingleController]:
         """Become the writer of the run directory, and build the controller on this event loop.
+
+        As long as this is open, the engines are looked after.
 
         Raises:
             RunInUse: another process writes bundles there.
@@ -161,22 +175,38 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
             opened.callback(sync.close)
             rollouts = RayRollouts(engines, overlong_filtering=config.grpo.overlong_filtering)
+            maker = EngineMaker(self.generation_start, parcels)
+            opened.callback(maker.close)
+            fleet = RayFleet(sync, rollouts)
+            health = FleetHealth(
+                fleet,
+                engines,
+                config.async_rl.generation_fleet_health,
+                make=maker.make,
+                start_s=config.cluster.start_deadline_s,
+                in_thread=in_thread,
+            )
+            fleet.attach(health)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
                 worker=rollouts,
                 trainer=trainer,
                 weight_sync=sync,
-                fleet=RayFleet(sync, rollouts),
+                fleet=fleet,
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
                 bundles=store if config.checkpointing.enabled else None,
                 validation=build_held_out(self.task),
             )
-            yield SingleController(
+            controller = SingleController(
                 config.controller, ready, ports, runner=runner, settings=to_plain(config)
             )
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(health.run, controller, name="engine health")
+                yield controller
+                beside.cancel_scope.cancel()
 
     async def _connect(self, ready: ReadyStore) -> DataPlane:
         return await in_thread(self.rows.connect)
@@ -213,7 +243,7 @@ def setup_single_controller(
         check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
-        generation = _start_generation(config, prepared, on_exit)
+        start, generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -257,6 +287,7 @@ def setup_single_controller(
         task=prepared.task,
         trainers=trainers,
         generation=generation,
+        generation_start=start,
         far=far,
     )
 
@@ -347,12 +378,12 @@ def build_held_out(task: Task) -> HeldOutPrompts | None:
     return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
-def build_estimator(config: TrainConfig) -> GrpoAdvantages:
-    """Raises ConfigError if a group is too small for the baseline."""
-    return GrpoAdvantages(
-        baseline=config.advantages.baseline,
-        normalize_by_std=config.advantages.normalize,
+def build_estimator(config: TrainConfig) -> AdvantageEstimator:
+    """Raises ConfigError if a group is too small for it."""
+    loss = config.policy.loss
+    return config.advantages.build(
         group_size=config.grpo.num_generations_per_prompt,
+        kl_in_reward=loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0,
     )
 
 
@@ -382,27 +413,32 @@ _TURNS = 8
 def _start_generation(
     config: TrainConfig,
     prepared: Prepared,
+    run_id: str,
     on_exit: ExitStack,
-) -> dict[str, Any]:
+) -> tuple[GenerationStart, dict[str, Any]]:
     spec = GenerationSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
         task=prepared.task,
         run_seed=config.grpo.seed,
+        run_id=run_id,
         temperature=config.task.temperature,
         val_temperature=config.task.val_temperature,
         chat=prepared.chat,
         system_prompt=config.task.system_prompt,
+        engine=config.generation.engine,
         batch_invariant=config.generation.batch_invariant,
+        max_batch_rows=config.generation.max_batch_rows,
         threads=config.generation.threads,
+        vllm=config.generation.vllm,
     )
+    start = GenerationStart(spec=spec, spread=config.cluster.spread_generation)
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
-        where = "SPREAD" if config.cluster.spread_generation else this_node()
-        actors[name] = GenerationActor.options(scheduling_strategy=where).remote(spec, name)
+        actors[name] = start.start(name)
         on_exit.callback(kill, actors[name])
-    return actors
+    return start, actors
 
 
 def _start_trainer(
@@ -479,7 +515,9 @@ async def _nodes_of(generation: Mapping[str, Any], deadline_s: float) -> dict[st
     nodes: dict[str, str] = {}
     for name, actor in generation.items():
         with anyio.move_on_after(deadline_s) as deadline:
-            nodes[name] = await RayEngine(actor, name=name).node_id()
+            engine = RayEngine(actor, name=name)
+            await engine.ready()
+            nodes[name] = await engine.node_id()
         if deadline.cancelled_caught:
             raise CallTimeout(f"starting {name}", deadline_s)
     return nodes

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from jinja2 import TemplateError
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sc_core import (
     ConfigError,
     DataFailure,
     RestoreError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import transformers
+else:
+    transformers = lazy("transformers")
 
 PAD, EOS = "<pad>", "<eos>"
 _GENERATION = "generation_config.json"
@@ -31,7 +36,9 @@ class Tokenizer:
             chat models end a turn by another one.
     """
 
-    def __init__(self, pipeline: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, pipeline: transformers.PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()
+    ) -> None:
         self._pipeline = pipeline
         self.vocab_size: int = len(pipeline)
         self.eos_id: int = pipeline.eos_token_id
@@ -60,7 +67,7 @@ class Tokenizer:
         pipeline.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         pipeline.decoder = decoders.Fuse()
         return cls(
-            PreTrainedTokenizerFast(
+            transformers.PreTrainedTokenizerFast(
                 tokenizer_object=pipeline,
                 pad_token=PAD,
                 eos_token=EOS,
@@ -80,7 +87,7 @@ class Tokenizer:
         """
         # AutoTokenizer goes by the model beside it, and adds the special tokens of a real Qwen2
         whole = (directory / "tokenizer.json").is_file()
-        kind = PreTrainedTokenizerFast if whole else AutoTokenizer
+        kind = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
         try:
             pipeline = kind.from_pretrained(str(directory), local_files_only=True)
             return cls(pipeline, _end_tokens(directory / _GENERATION))

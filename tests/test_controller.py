@@ -25,6 +25,7 @@ from sc_core.errors import (
     SaveError,
     StallError,
     WeightSyncError,
+    WorkerDied,
 )
 from sc_core.events import Event
 from sc_core.filters import ZeroVarianceFilter
@@ -295,6 +296,22 @@ async def test_an_engine_that_does_not_confirm_ends_the_run() -> None:
     with pytest.raises(WeightSyncError, match="version 1 failed on engine7: it has version 0"):
         await run.run()
     assert not run.engines.paused
+
+
+async def test_somebody_beside_the_run_can_end_it_by_an_error() -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 9:
+            assert run.controller is not None
+            run.controller.fail(WorkerDied("too many engines", "3 of 4"))
+            run.controller.fail(WorkerDied("another", "later"))
+            await anyio.sleep_forever()
+
+    run = MemoryRun(settings(), range(100), script=script)
+    with pytest.raises(WorkerDied, match="too many engines died: 3 of 4"):
+        await run.run()
+    assert run.log.events[-1].event == "stopped"
+    assert run.log.events[-1].reason == "failed: WorkerDied: too many engines died: 3 of 4"
+    assert audit(run.log.events).ok
 
 
 async def test_a_stall_names_what_it_waits_for() -> None:

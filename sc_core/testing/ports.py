@@ -153,6 +153,8 @@ class MemoryEngines:
         self._syncing = Watched(False)
         self._faults: dict[tuple[str, str], int] = {}
         self.out: dict[str, str] = {}  #: engines that were put out, and why
+        self.on_join: Callable[[str, int], object] = lambda engine, version: None
+        """Called when one has joined, with the version that it confirmed."""
         self.rollouts: list[tuple[int, int, int]] = []  #: ordinal, sibling, version of each call
 
     @property
@@ -184,6 +186,7 @@ class MemoryEngines:
             await anyio.lowlevel.checkpoint()  # the weights are on their way
             if not self._syncing.value and engine.version == self._version:
                 self._engines[name] = engine
+                self.on_join(name, engine.version)
                 return
 
     def leave(self, name: str) -> None:
@@ -219,6 +222,7 @@ class MemoryEngines:
                 reward=reward,
                 tokens=4 + sibling,
                 end_weight_version=engine.version,
+                engine=name,
             )
         raise RolloutError(f"{name} was put out of service: {self.out[name]}")
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import torch
 
 from sc_core import (
     ConfigError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from sc_core import (
-    DataFailure,
-)
 from sc_ray.generation import Completion, Request
+from sc_ray.generation.engine import refuse_unfit
 from sc_ray.model import configure_torch, load_weights
 from sc_ray.tokenizer import Tokenizer
 
@@ -96,7 +94,7 @@ class TorchEngine:
             DataFailure: a prompt is empty, or leaves no room for `max_new_tokens`.
         """
         for request in requests:
-            self._refuse_unfit(request)
+            refuse_unfit(request, room=self.room)
         drafts = [_Draft(request, self._tokenizer.eos_ids) for request in requests]
         if self.batch_invariant:
             for draft in drafts:
@@ -104,16 +102,6 @@ class TorchEngine:
         elif drafts:
             self._finish_together(drafts)
         return [self._completion(draft) for draft in drafts]
-
-    def _refuse_unfit(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise DataFailure("a prompt needs at least one token")
-        if length + request.max_new_tokens > self.room:
-            raise DataFailure(
-                f"a prompt of {length} tokens and {request.max_new_tokens} new ones exceed the"
-                f" model's {self.room} positions"
-            )
 
     def _completion(self, draft: _Draft) -> Completion:
         return Completion(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,37 +14,14 @@ from sc_core import (
     DataFailure,
     Prompt,
     RolloutError,
-    WeightSyncError,
 )
 from sc_ray.bridge import LoopThread, await_future
 from sc_ray.generation import Completion, Request, request_seed
+from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, build_engine
 from sc_ray.generation.episodes import Episode, hear_all
-from sc_ray.generation.torch_engine import TorchEngine
-from sc_ray.model import ModelConfig, build_model
-from sc_ray.parcels import Content, unpacked
+from sc_ray.parcels import Content
 from sc_ray.phrasing import Phrasing
-from sc_ray.tasks import Task
 from sc_ray.tasks.task import prompt_text
-from sc_ray.tokenizer import Tokenizer
-
-NO_WEIGHTS = -1
-"""The weight version of an engine that was given none yet."""
-
-
-class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a generation worker is made from; it crosses to its process."""
-
-    model: ModelConfig
-    tokenizer: Tokenizer
-    task: Task  #: of its prompts, only those sent to `rollouts` are looked at
-    run_seed: int = 0  #: of all sampling; see `request_seed`
-    temperature: float = 1.0
-    val_temperature: float | None = None  #: of evaluations; None: the same
-    chat: bool = False  #: prompts and replies go into the chat template; see `Phrasing`
-    system_prompt: str | None = None
-    batch_invariant: bool = False  #: a completion does not depend on its company, to the last bit
-    max_batch_rows: int = 256  #: rows that run together; bounds memory
-    threads: int = 1  #: of torch, in its process
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,110 +43,6 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
     """What each reward is made of, by the order of the names; empty where it is one number."""
 
 
-class _Call(msgspec.Struct, frozen=True, eq=False):
-    requests: Sequence[Request]
-    completions: concurrent.futures.Future[list[Completion]]
-
-
-class BatchingEngine:
-    """An engine and the one thread that uses it; its methods belong to one event loop.
-
-    Calls that come while the engine is busy run together when it is free. Cancelling a call takes
-    its requests out of the queue; what runs already is finished and thrown away.
-    """
-
-    def __init__(self, engine: TorchEngine, *, max_batch_rows: int) -> None:
-        self._engine = engine
-        self._max_batch_rows = max_batch_rows
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "engine")
-        # Both are used by the loop and by the thread: each operation on them is atomic.
-        self._waiting: deque[_Call] = deque()
-        self._paused = False
-
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """The completions of one prompt's requests, in their order; waits while paused.
-
-        Raises:
-            DataFailure: the prompt is empty or too long.
-        """
-        call = _Call(requests, concurrent.futures.Future())
-        self._waiting.append(call)
-        self._thread.submit(self._run_waiting)
-        try:
-            return await await_future(call.completions)
-        finally:
-            call.completions.cancel()  # if it is still in the queue
-
-    @property
-    def room(self) -> int:
-        """Tokens that the model can read and write, all together."""
-        return self._engine.room
-
-    async def pause(self) -> None:
-        """Return once nothing is generated, until `resume`."""
-        self._paused = True
-        await await_future(self._thread.submit(_nothing))  # after the batch that runs
-
-    async def resume(self) -> None:
-        self._paused = False
-        self._thread.submit(self._run_waiting)
-
-    async def load(self, path: Path, version: int) -> int:
-        """Take weights from a file, between two batches; returns the version it then has.
-
-        Raises:
-            WeightSyncError: there is no such file; nothing was touched.
-        """
-        return await await_future(self._thread.submit(self._load, path, version))
-
-    async def load_content(self, content: Content, version: int) -> int:
-        """As `load`, from the content of such a file."""
-        return await await_future(self._thread.submit(self._load_content, content, version))
-
-    # in the thread ---------------------------------------------------------------------
-
-    def _load_content(self, content: Content, version: int) -> int:
-        with unpacked(content) as path:
-            return self._load(path, version)
-
-    def _load(self, path: Path, version: int) -> int:
-        if not path.is_file():
-            raise WeightSyncError(f"there are no weights at {path}")
-        self._engine.load(path, version)
-        return self._engine.weight_version
-
-    def _run_waiting(self) -> None:
-        while not self._paused and (calls := self._take_batch()):
-            self._run(calls)
-
-    def _take_batch(self) -> list[_Call]:
-        calls: list[_Call] = []
-        rows = 0
-        while self._waiting and rows < self._max_batch_rows:
-            call = self._waiting.popleft()
-            if call.completions.set_running_or_notify_cancel():
-                calls.append(call)
-                rows += len(call.requests)
-        return calls
-
-    def _run(self, calls: Sequence[_Call]) -> None:
-        requests = [request for call in calls for request in call.requests]
-        try:
-            completions = iter(self._engine.generate_batch(requests))
-        except DataFailure as exc:
-            if len(calls) == 1:
-                calls[0].completions.set_exception(exc)
-            else:  # one prompt is at fault: the others must not suffer
-                for call in calls:
-                    self._run([call])
-        except BaseException as exc:  # carried to the callers, not swallowed
-            for call in calls:
-                call.completions.set_exception(exc)
-        else:
-            for call in calls:
-                call.completions.set_result([next(completions) for _ in call.requests])
-
-
 class GenerationWorker:
     """Generates siblings and judges them, many prompts at a time.
 
@@ -180,21 +52,14 @@ class GenerationWorker:
     """
 
     def __init__(self, spec: GenerationSpec, name: str = "generation-0") -> None:
-        """Build the engine; it generates only after `load_weights`.
+        """Begin to build the engine; it generates only after `load_weights`.
 
         Raises:
-            ConfigError: the model can't be built.
+            ConfigError: there is no such engine, or it can't be built; `ready` may say so later.
         """
         self._spec = spec
         self._name = name
-        engine = TorchEngine(
-            build_model(spec.model, spec.tokenizer, seed=spec.run_seed),
-            spec.tokenizer,
-            weight_version=NO_WEIGHTS,
-            batch_invariant=spec.batch_invariant,
-            threads=spec.threads,
-        )
-        self._engine = BatchingEngine(engine, max_batch_rows=spec.max_batch_rows)
+        self._engine = build_engine(spec)
         self._phrasing = Phrasing(
             tokenizer=spec.tokenizer, chat=spec.chat, system_prompt=spec.system_prompt
         )
@@ -218,6 +83,7 @@ class GenerationWorker:
         """
         item = _item(prompt, answers=self._spec.task.environment is None)
         prompt_ids = self._phrasing.prompt_ids(item)
+        await self._engine.start()
         episodes = [
             Episode(
                 self._spec.task,
@@ -314,8 +180,21 @@ class GenerationWorker:
         """The last finished siblings, newest last, 64 at most."""
         return list(self._recent)[-count:] if count > 0 else []
 
+    async def ready(self) -> None:
+        """Return once the engine is built.
+
+        Raises:
+            ConfigError: it can't be.
+            WorkerDied: it died of that.
+        """
+        await self._engine.start()
+
+    async def check(self) -> None:
+        """Raise WorkerDied if the engine is dead, while this process lives."""
+        await self._engine.check()
+
     async def ping(self) -> str:
-        """The worker's name, once it is up."""
+        """The worker's name; answers also while the engine is being built, or is busy."""
         return self._name
 
     async def node_id(self) -> str:
@@ -346,7 +225,3 @@ def _refuse_older(completions: Sequence[Completion], weight_version: int) -> Non
             f"weight version {weight_version} was asked for, and this engine has "
             + ("none" if served == NO_WEIGHTS else f"version {served}")
         )
-
-
-def _nothing() -> None:
-    pass

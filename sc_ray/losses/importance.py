@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from sc_ray.lazy import lazy
 from sc_ray.losses.config import LossConfig
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 MOST = 20.0
 """No log-ratio counts as more, either way: its exponential, 5e8, still squares and sums in

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from sc_ray.lazy import lazy
 from sc_ray.losses.config import KlType
 from sc_ray.losses.importance import bounded_exp
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 def kl_estimate(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from sc_ray.lazy import lazy
 from sc_ray.losses.config import LossConfig
 from sc_ray.losses.importance import bounded_exp, importance_weights
 from sc_ray.losses.kl import kl_estimate, kl_penalty
 from sc_ray.losses.sums import LossSums
 from sc_ray.losses.surrogate import surrogate
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 def policy_gradient_loss(

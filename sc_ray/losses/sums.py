@@ -10,9 +10,14 @@ in the sum, and it counts as one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 class LossSums(NamedTuple):

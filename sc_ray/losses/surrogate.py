@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from sc_ray.lazy import lazy
 from sc_ray.losses.config import LossConfig
 from sc_ray.losses.importance import bounded_exp, sequence_sum
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 class Surrogate(NamedTuple):

@@ -47,7 +47,7 @@ class HigherOrLower:
 
     def respond(self, completion: str) -> Reply:
         self._turn += 1
-        if len(completion) != 1 or not completion.isdigit():
+        if len(completion) != 1 or completion not in "0123456789":
             return Reply("?")
         guess = int(completion)
         if guess == self._digit:

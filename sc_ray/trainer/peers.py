@@ -9,17 +9,24 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sc_core import (
     ScError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+    import torch._C._distributed_c10d as stores
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+else:
+    torch = lazy("torch")
+    dist = stores = lazy("torch.distributed")
+
 
 R = TypeVar("R")
 _LOOPBACK = "127.0.0.1"
@@ -63,7 +70,7 @@ class Rendezvous:
         listening.listen(max(workers, 16))
         self._port: int = listening.getsockname()[1]
         self._workers, self._start_s, self._call_s = workers, start_s, call_s
-        self._store: TCPStore | None = TCPStore(
+        self._store: stores.TCPStore | None = stores.TCPStore(
             _LOOPBACK,
             self._port,
             is_master=True,
@@ -110,7 +117,7 @@ class Peers:
         self.rank, self.workers = seat.rank, seat.workers
         _stay_on_this_node()
         start = datetime.timedelta(seconds=seat.start_s)
-        store = TCPStore(_LOOPBACK, seat.port, is_master=False, timeout=start)
+        store = stores.TCPStore(_LOOPBACK, seat.port, is_master=False, timeout=start)
         store.set(_up(seat.rank), "")
         try:
             store.wait([_up(rank) for rank in range(seat.workers)], start)
@@ -122,12 +129,12 @@ class Peers:
             ) from exc
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=PrefixStore("group", store),
+            store=stores.PrefixStore("group", store),
             rank=seat.rank,
             world_size=seat.workers,
             timeout=datetime.timedelta(seconds=seat.call_s),
         )
-        self.mesh: DeviceMesh = init_device_mesh(device, (seat.workers,))
+        self.mesh: DeviceMesh = dist.device_mesh.init_device_mesh(device, (seat.workers,))
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the workers."""
@@ -176,5 +183,5 @@ def _up(rank: int) -> str:
     return f"up/{rank}"
 
 
-def _missing(store: Store, workers: int) -> list[str]:
+def _missing(store: stores.Store, workers: int) -> list[str]:
     return [worker_name(rank) for rank in range(workers) if not store.check([_up(rank)])]

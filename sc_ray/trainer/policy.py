@@ -7,16 +7,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import torch
 
 from sc_core import (
     ConfigError,
     RestoreError,
     ScError,
 )
+from sc_ray.lazy import lazy
 from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss, step_metrics
 from sc_ray.model import (
     ModelConfig,
@@ -34,6 +34,11 @@ from sc_ray.trainer.schedule import SchedulerConfig, schedule
 from sc_ray.trainer.sharding import copies, parts, shard, whole
 from sc_ray.trainer.snapshot import OPTIMIZER, WEIGHTS, PolicySnapshot, SavedPolicy
 from sc_ray.trainer.totals import Totals
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 Sharding = Literal["fsdp2", "replicated"]
 
@@ -159,13 +164,13 @@ class Policy:
             raise ScError("reference_logprobs: this policy was made without a reference")
         return self._logprobs_under(self._reference, rows, most_rows)
 
-    @torch.no_grad()
     def _logprobs_under(
         self, model: torch.nn.Module, rows: Sequence[Row], most_rows: int
     ) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for batch in self._microbatches(rows, most_rows):
-            logprobs = self._token_logprobs(batch, model)
+            with torch.no_grad():
+                logprobs = self._token_logprobs(batch, model)
             if not batch.rows:
                 continue
             found += [

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from sc_core import (
     ConfigError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,8 +67,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def schedule(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, steps: int = 0
-) -> LambdaLR:
+) -> torch.optim.lr_scheduler.LambdaLR:
     """A scheduler for an optimizer that has so many steps behind it; sets its rate."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    return LambdaLR(optimizer, config.factor, last_epoch=steps - 1)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, config.factor, last_epoch=steps - 1)

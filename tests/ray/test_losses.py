@@ -399,17 +399,21 @@ def test_the_metrics_of_a_step() -> None:
     )
 
 
-def test_only_the_loss_carries_a_gradient() -> None:
+@pytest.mark.parametrize("corrected", [False, True])
+def test_only_the_loss_carries_a_gradient(corrected: bool) -> None:
     """Not even where the step starts from the very tensor that is being trained."""
     logprobs = case().columns["logprobs"].clone().requires_grad_()
-    columns = dict.fromkeys(LOGPROBS, logprobs)
-    rows = case()
-    config = LossConfig(reference_policy_kl_penalty=0.1)
-    sums = Case(columns, rows.mask, rows.advantages).sums(config)
+    rows = case()._replace(columns=dict.fromkeys(LOGPROBS, logprobs))
+    config = LossConfig(
+        reference_policy_kl_penalty=0.1,
+        reference_policy_kl_type="k1",
+        use_importance_sampling_correction=corrected,
+    )
+    sums = rows.sums(config)
     assert [field for field in sums._fields if getattr(sums, field).requires_grad] == ["loss"]
     (gradient,) = torch.autograd.grad(sums.loss, logprobs)
-    expected = -rows.advantages[:, None] * rows.mask  # all ratios and weights are 1, and KL is 0
-    torch.testing.assert_close(gradient, expected.double())
+    expected = (0.1 - rows.advantages[:, None]) * rows.mask  # all ratios are 1, and KL is 0
+    torch.testing.assert_close(gradient, expected)
 
 
 # the divergence ----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def refused(source: str, *overrides: str) -> str:
 
 
 def test_every_built_in_configuration_loads() -> None:
-    assert builtin_configs() == ["demo", "exact"]
+    assert builtin_configs() == ["demo", "exact", "pretrained", "vllm"]
     for name in builtin_configs():
         assert load_config(name).task.name == "larger_digit"
 
@@ -126,6 +126,20 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ),
         ("checkpointing.checkpoint_must_save_by=3:45", "is '3:45'; it must be dd:hh:mm:ss"),
         ("generation.workers=0", "generation.workers is 0; it must be at least 1"),
+        (
+            "async_rl.generation_fleet_health.min_healthy_shards=3",
+            "async_rl.generation_fleet_health.min_healthy_shards is 3, more than the 1 of"
+            " generation.workers",
+        ),
+        (
+            "async_rl.generation_fleet_health.probe_interval_s=0",
+            "async_rl.generation_fleet_health.probe_interval_s is 0.0; it must be above 0 and"
+            " finite",
+        ),
+        (
+            "async_rl.generation_fleet_health.unhealthy_threshold=0",
+            "async_rl.generation_fleet_health.unhealthy_threshold is 0; it must be at least 1",
+        ),
         ("policy.threads=0", "policy.threads is 0"),
         ("policy.workers=0", "policy.workers is 0"),
         ("policy.sharding=ddp", "$.policy.sharding"),
@@ -143,6 +157,13 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ("async_rl.min_groups_for_streaming_train=99", "async_rl.min_groups_for_streaming_train"),
         ("policy.model.num_attention_heads=5", "num_attention_heads = 5"),
         ("advantages.baseline=median", "$.advantages.baseline"),
+        ("advantages.estimator=grpp", "it is one of grpo, dr_grpo, rloo, reinforce_plus_plus,"),
+        ("advantages.estimator=gae", "needs the values of a critic, and this trainer has none"),
+        ("advantages.reward_weights=[1,2]", "advantages.estimator is grpo; only gdpo has it"),
+        ("advantages.normalize_rewards=false", "is False, and advantages.normalize is True"),
+        ("policy.loss.reference_policy_kl_type=k4", "it is one of k1, k2, k3"),
+        ("policy.loss.reference_policy_kl_penalty=-1", "kl_penalty is -1.0; it must be at least 0"),
+        ("policy.loss.ratio_clip_min=2", "policy.loss.ratio_clip_min is 2.0; it must be at most 1"),
     ],
 )
 def test_what_can_not_be_is_refused_by_name(override: str, says: str) -> None:

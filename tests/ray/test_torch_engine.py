@@ -265,3 +265,13 @@ def test_a_row_lines_up_tokens_mask_and_logprobs() -> None:
     assert row["generation_logprobs"].tolist() == [0.0] * 4 + list(got.logprobs)
     assert row["reward"].tolist() == [0.5] and row["reward"].dtype == torch.float32
     assert row["generation_logprobs"].dtype == torch.float32
+
+
+def test_a_prompt_that_goes_on_from_a_completion_has_the_bits_it_would_have_alone() -> None:
+    running = engine(batch_invariant=True)
+    asked = request("3,7=", 0, max_new_tokens=6)
+    said = running.generate_batch([asked])[0].token_ids
+    longer = Request(prompt_ids=[*asked.prompt_ids, *said[:3]], seed=1, max_new_tokens=4)
+    alone = engine(batch_invariant=True).generate_batch([longer])
+    assert running.generate_batch([longer]) == alone
+    assert len(running._prefixes) > len({tokens for _, tokens in running._prefixes})
