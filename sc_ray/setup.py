@@ -358,7 +358,9 @@ def _start_generation(
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
         where = "SPREAD" if config.cluster.spread_generation else this_node()
-        actors[name] = GenerationActor.options(scheduling_strategy=where).remote(spec, name)
+        actors[name] = GenerationActor.options(
+            scheduling_strategy=where, num_gpus=config.generation.gpus
+        ).remote(spec, name)
         on_exit.callback(kill, actors[name])
     return actors
 
