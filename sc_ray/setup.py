@@ -435,7 +435,9 @@ def _start_generation(
         threads=config.generation.threads,
         vllm=config.generation.vllm,
     )
-    start = GenerationStart(spec=spec, spread=config.cluster.spread_generation)
+    start = GenerationStart(
+        spec=spec, spread=config.cluster.spread_generation, gpus=config.generation.gpus
+    )
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
