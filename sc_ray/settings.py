@@ -31,8 +31,7 @@ from sc_ray.generation.engine import VllmConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
-from sc_ray.trainer.policy import OptimizerConfig, Sharding
-from sc_ray.trainer.schedule import SchedulerConfig
+from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
 
 HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
 COMMAND_LINE = "command line"  #: named as the source of what is wrong with a `key=value`
@@ -109,6 +108,7 @@ class GenerationConfig(_Settings, frozen=True):
     """Log-probs don't depend on what else is being generated. Of `torch` alone."""
     max_batch_rows: int = 256  #: completions that one worker makes at a time; bounds its memory
     threads: int = 1  #: of torch, in each of them
+    gpus: float = 0  #: of each of them, that Ray keeps for it; vLLM uses those
     vllm: VllmConfig = VllmConfig()
 
 
@@ -165,6 +165,8 @@ class TrainConfig(_Settings, frozen=True):
                 f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
                 f" {self.generation.workers} of generation.workers"
             )
+        if not self.generation.gpus >= 0:
+            raise ConfigError(f"generation.gpus is {self.generation.gpus}; it must be at least 0")
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(
                 f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
@@ -67,11 +67,14 @@ from sc_ray.tasks import (
 )
 from sc_ray.tasks.jsonl import read_prompts
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer.peers import Rendezvous, Seat, worker_name
 from sc_ray.trainer.port import RayTrainer
+from sc_ray.trainer.seat import Seat, worker_name
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 from sc_ray.weights import FileWeightSync
+
+if TYPE_CHECKING:
+    from sc_ray.trainer.peers import Rendezvous
 
 Resume = Literal["auto", "never"] | Path
 
@@ -432,7 +435,9 @@ def _start_generation(
         threads=config.generation.threads,
         vllm=config.generation.vllm,
     )
-    start = GenerationStart(spec=spec, spread=config.cluster.spread_generation)
+    start = GenerationStart(
+        spec=spec, spread=config.cluster.spread_generation, gpus=config.generation.gpus
+    )
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
@@ -466,6 +471,8 @@ def _start_trainer(
     rendezvous, seats = None, list[Seat | None]([None])
     if workers > 1:
         start_s, call_s = config.cluster.start_deadline_s, config.async_rl.deadlines.trainer_s
+        from sc_ray.trainer.peers import Rendezvous  # torch comes with it
+
         rendezvous = Rendezvous(workers, start_s=start_s, call_s=call_s)
         on_exit.callback(rendezvous.close)
         seats = list(rendezvous.seats)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from sc_core import (
     ScError,
 )
-from sc_ray.lazy import lazy
 
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
-
-
-Row: TypeAlias = "Mapping[str, torch.Tensor]"
+Row = Mapping[str, torch.Tensor]
 """One sibling: 1-D tensors by column name, as `sc_ray.generation.rollout_row` makes them; training
 also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage`, `[1]` or `[T]`. With a
 penalty in the loss for leaving a reference, it needs `reference_logprobs` `[T]` as well."""
@@ -40,7 +35,7 @@ class Microbatch:
 
     def column(self, name: str, padding: float = 0) -> torch.Tensor:
         """`[rows, tokens]`."""
-        padded = torch.nn.utils.rnn.pad_sequence(
+        padded = pad_sequence(
             [row[name] for row in self.rows], batch_first=True, padding_value=padding
         )
         return padded.to(self._device)
@@ -56,7 +51,7 @@ class Microbatch:
                     " one per token"
                 )
             each.append(advantage.expand(tokens))
-        return torch.nn.utils.rnn.pad_sequence(each, batch_first=True).to(self._device)
+        return pad_sequence(each, batch_first=True).to(self._device)
 
 
 def microbatches(

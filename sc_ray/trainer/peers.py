@@ -8,54 +8,21 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sc_core import (
     ScError,
 )
-from sc_ray.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-    import torch._C._distributed_c10d as stores
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-else:
-    torch = lazy("torch")
-    dist = stores = lazy("torch.distributed")
-
+from sc_ray.trainer.seat import PeerFailed, Seat, worker_name
 
 R = TypeVar("R")
 _LOOPBACK = "127.0.0.1"
-
-
-def worker_name(rank: int) -> str:
-    """What a trainer worker is called in errors and logs."""
-    return f"trainer-{rank}"
-
-
-class PeerFailed(ScError, RuntimeError):
-    """A call was given up here because it failed on other trainer workers, which raise why."""
-
-    def __init__(self, call: str, workers: Sequence[str]) -> None:
-        super().__init__(call, tuple(workers))
-        self.call, self.workers = call, tuple(workers)
-
-    def __str__(self) -> str:
-        return f"{self.call} failed on {', '.join(self.workers)}"
-
-
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place among the others; it crosses to its process."""
-
-    rank: int
-    workers: int  #: how many there are
-    port: int  #: where they meet, on this node
-    start_s: float = 600.0  #: how long to wait for the others to come up
-    call_s: float = 1800.0  #: how long to wait for the others in one exchange
 
 
 class Rendezvous:
@@ -70,7 +37,7 @@ class Rendezvous:
         listening.listen(max(workers, 16))
         self._port: int = listening.getsockname()[1]
         self._workers, self._start_s, self._call_s = workers, start_s, call_s
-        self._store: stores.TCPStore | None = stores.TCPStore(
+        self._store: TCPStore | None = TCPStore(
             _LOOPBACK,
             self._port,
             is_master=True,
@@ -117,7 +84,7 @@ class Peers:
         self.rank, self.workers = seat.rank, seat.workers
         _stay_on_this_node()
         start = datetime.timedelta(seconds=seat.start_s)
-        store = stores.TCPStore(_LOOPBACK, seat.port, is_master=False, timeout=start)
+        store = TCPStore(_LOOPBACK, seat.port, is_master=False, timeout=start)
         store.set(_up(seat.rank), "")
         try:
             store.wait([_up(rank) for rank in range(seat.workers)], start)
@@ -129,12 +96,12 @@ class Peers:
             ) from exc
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=stores.PrefixStore("group", store),
+            store=PrefixStore("group", store),
             rank=seat.rank,
             world_size=seat.workers,
             timeout=datetime.timedelta(seconds=seat.call_s),
         )
-        self.mesh: DeviceMesh = dist.device_mesh.init_device_mesh(device, (seat.workers,))
+        self.mesh: DeviceMesh = init_device_mesh(device, (seat.workers,))
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the workers."""
@@ -183,5 +150,5 @@ def _up(rank: int) -> str:
     return f"up/{rank}"
 
 
-def _missing(store: stores.Store, workers: int) -> list[str]:
+def _missing(store: Store, workers: int) -> list[str]:
     return [worker_name(rank) for rank in range(workers) if not store.check([_up(rank)])]

@@ -7,16 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-import msgspec
+import torch
 
 from sc_core import (
-    ConfigError,
     RestoreError,
     ScError,
 )
-from sc_ray.lazy import lazy
 from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss, step_metrics
 from sc_ray.model import (
     ModelConfig,
@@ -28,42 +26,13 @@ from sc_ray.model import (
     write_tensors,
 )
 from sc_ray.tokenizer import Tokenizer
+from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
 from sc_ray.trainer.microbatch import Microbatch, Row, microbatches
 from sc_ray.trainer.peers import Peers
-from sc_ray.trainer.schedule import SchedulerConfig, schedule
+from sc_ray.trainer.schedule import schedule
 from sc_ray.trainer.sharding import copies, parts, shard, whole
 from sc_ray.trainer.snapshot import OPTIMIZER, WEIGHTS, PolicySnapshot, SavedPolicy
 from sc_ray.trainer.totals import Totals
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
-
-Sharding = Literal["fsdp2", "replicated"]
-
-
-class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW; `SchedulerConfig` says how its learning rate goes.
-
-    Raises:
-        ConfigError: a value that can't train.
-    """
-
-    lr: float = 5e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  #: a longer gradient is scaled down to this
-    microbatch_rows: int = 64  #: rows in one forward and backward; bounds memory
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.max_grad_norm <= 0 or self.microbatch_rows < 1:
-            raise ConfigError(
-                f"optimizer.lr = {self.lr:g}, max_grad_norm = {self.max_grad_norm:g} and"
-                f" microbatch_rows = {self.microbatch_rows} must all be above 0"
-            )
 
 
 class Policy:

@@ -15,7 +15,7 @@ from sc_core import (
     ScError,
     WorkerDied,
 )
-from sc_ray.trainer.peers import PeerFailed
+from sc_ray.trainer.seat import PeerFailed
 from sc_ray.workers import answer
 
 _GRACE_S = 5.0

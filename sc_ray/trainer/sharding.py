@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sc_ray.lazy import lazy, much_is_imported
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
 from sc_ray.trainer.peers import Peers
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 
 def shard(model: torch.nn.Module, peers: Peers) -> None:
@@ -20,11 +18,8 @@ def shard(model: torch.nn.Module, peers: Peers) -> None:
     Gradients become the *sum* over the workers. From here on, every forward and backward is an
     exchange: all workers must make equally many.
     """
-    with much_is_imported():
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        # Loads, now, what a first forward would wait for.
-        torch.compiler.disable(lambda: None)  # type: ignore[no-untyped-call]
+    # It loads, now, what a first forward would wait for.
+    torch.compiler.disable(lambda: None)  # type: ignore[no-untyped-call]
     transformer: Any = model
     blocks = set(transformer._no_split_modules or ())  # names of the classes of its layers
     for module in model.modules():
@@ -40,8 +35,7 @@ def shard(model: torch.nn.Module, peers: Peers) -> None:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor; every worker calls this, for the same ones in one order."""
-    spread: Any = tensor
-    full: torch.Tensor = tensor if _is_plain(tensor) else spread.full_tensor()
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
 
 
@@ -64,16 +58,11 @@ def parts(
     """
     found = dict(tensors)
     for name, target in like.items():
-        if not _is_plain(target) and name in found and found[name].shape == target.shape:
-            spread: Any = target
-            found[name] = torch.distributed.tensor.distribute_tensor(
+        if isinstance(target, DTensor) and name in found and found[name].shape == target.shape:
+            found[name] = distribute_tensor(
                 found[name].to(target.device),
-                spread.device_mesh,
-                spread.placements,
+                target.device_mesh,
+                target.placements,
                 src_data_rank=None,  # everyone has the whole tensor already
             )
     return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
 from sc_core import (
     RestoreError,
 )
 from sc_ray.model import read_tensors, write_tensors
 from sc_ray.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 WEIGHTS, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "optimizer.json"
 _RNG = "torch_rng"

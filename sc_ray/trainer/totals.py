@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from sc_ray.lazy import lazy
+import torch
+
 from sc_ray.trainer.peers import Peers
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
-
 
 _MAXIMUM = "max_"  #: how the names of those fields begin that are no sums
 

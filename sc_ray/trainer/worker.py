@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import ray
@@ -15,15 +15,17 @@ from sc_core import (
     SampleId,
     ScError,
 )
+from sc_ray.lazy import much_is_imported
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer.microbatch import Row
-from sc_ray.trainer.peers import Peers, Seat
-from sc_ray.trainer.policy import OptimizerConfig, Policy, Sharding
-from sc_ray.trainer.schedule import SchedulerConfig
+from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
+from sc_ray.trainer.seat import Seat
 from sc_ray.trainer.shares import shares_of
 from sc_ray.transfer_queue import TransferQueueSpec
+
+if TYPE_CHECKING:
+    from sc_ray.trainer.microbatch import Row
 
 SAMPLED = ("input_ids", "completion_mask")
 """The columns that log-probs are computed from."""
@@ -74,6 +76,10 @@ class TrainerWorker:
             ConfigError: the model can't be built.
             ScError: another worker did not come up in time.
         """
+        with much_is_imported():
+            from sc_ray.trainer.peers import Peers
+            from sc_ray.trainer.policy import Policy
+
         self._peers = None if seat is None else Peers(seat, spec.device)
         self._reference = spec.reference
         self._policy = Policy(

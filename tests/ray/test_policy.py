@@ -17,7 +17,9 @@ from sc_ray.losses import LossConfig, LossSums, step_metrics
 from sc_ray.model import ModelConfig, build_model, read_tensors, write_tensors
 from sc_ray.tasks import larger_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import OptimizerConfig, Policy, Row
+from sc_ray.trainer.config import OptimizerConfig
+from sc_ray.trainer.microbatch import Row
+from sc_ray.trainer.policy import Policy
 
 TASK = larger_digit()
 TOKENIZER = Tokenizer.of_characters(TASK.alphabet())

@@ -14,7 +14,7 @@ from test_policy import SMALL, made_up_rows, policy, train
 
 from sc_core import Batch, ConfigError, Group, ScError
 from sc_core.records import group_id, sample_ids
-from sc_ray.trainer import SchedulerConfig
+from sc_ray.trainer.config import SchedulerConfig
 from sc_ray.trainer.microbatch import microbatches
 from sc_ray.trainer.peers import Peers, Rendezvous
 from sc_ray.trainer.schedule import schedule

@@ -17,7 +17,8 @@ from sc_core.errors import ConfigError, MissingRows, SaveError, ScError, WorkerD
 from sc_core.records import Batch, Group, group_id, sample_ids
 from sc_ray.model import ModelConfig, read_tensors
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import OptimizerConfig, Policy
+from sc_ray.trainer.config import OptimizerConfig
+from sc_ray.trainer.policy import Policy
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import RowsClient, TransferQueueBootstrap
