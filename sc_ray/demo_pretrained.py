@@ -1,8 +1,8 @@
 """`python -m sc_ray.demo_pretrained`: a real pretrained model learns to add, for a few minutes.
 
-SmolLM2-135M-Instruct is made from the package that carries it, once; then it is asked sums of two
-numbers of two digits in its chat template. The last line says how many of 100 held-out sums it
-got right before and after. Generation is by vLLM where it is installed, else by torch.
+SmolLM2-135M-Instruct is made from the package that carries it, once; then it is asked sums in its
+chat template. The last line says how many of the held-out sums it got right before and after,
+taking the likeliest token each time. Generation is by vLLM where it is installed, else by torch.
 """
 
 from __future__ import annotations
