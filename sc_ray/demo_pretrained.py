@@ -37,11 +37,10 @@ def main() -> int:
         sys.stderr.write(f"demo-pretrained: error: {exc}\n")
         return 1
     engine = "torch" if importlib.util.find_spec("vllm") is None else "vllm"
-    _say(f"{model}; generation by {engine}")
-    settings = [f"policy.model.pretrained={model}", f"generation.engine={engine}"]
     command = [sys.executable, "-m", "sc_ray", "train"]
     command += ["--config", options.config, "--out", str(options.out)]
-    status = subprocess.run([*command, *settings, *options.settings], check=False).returncode
+    command += [f"policy.model.pretrained={model}", f"generation.engine={engine}"]
+    status = subprocess.run([*command, *options.settings], check=False).returncode
     if status == 0:
         _say(before_and_after(options.out / METRICS))
     return status

@@ -182,17 +182,22 @@ def what_is_wrong(run: Path) -> list[str]:
 
 
 def left_behind(run: Path) -> list[str]:
-    """Files in memory, and processes of Ray, that outlived the last start of `run` on this node."""
+    """Files in memory, and processes of Ray and vLLM, that outlived the last start of `run` here.
+
+    Ray's are known by the name of their session, vLLM's by that of their files in memory, which
+    holds the run's id.
+    """
     from sc_ray.setup import run_id  # Ray comes with it
 
-    found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"*{run_id(run)}*")]
+    marks = [run_id(run)]
+    found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"*{marks[0]}*")]
     link = run / LOGS / "ray"
-    if not link.is_symlink():
-        return found
-    session = link.readlink().parent.name
+    if link.is_symlink():
+        marks.append(link.readlink().parent.name)
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile, or is another user's
-            command = (process / "cmdline").read_text()
-            if session in command or session in (process / "environ").read_text():
+            command = (process / "cmdline").read_text(errors="replace")
+            told = command + (process / "environ").read_text(errors="replace")
+            if any(mark in told for mark in marks):
                 found.append(f"pid {process.name}: {command.replace(chr(0), ' ')[:100]}")
     return found

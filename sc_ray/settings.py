@@ -31,7 +31,7 @@ from sc_ray.generation.engine import VllmConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
-from sc_ray.trainer.policy import OptimizerConfig
+from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
 
 HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
 COMMAND_LINE = "command line"  #: named as the source of what is wrong with a `key=value`
@@ -85,8 +85,18 @@ class PolicyConfig(_Settings, frozen=True):
 
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
-    threads: int = 1  #: of torch, in the trainer's process
+    workers: int = 1
+    """Processes that train, data-parallel, on the driver's node: each takes its share of every
+    batch, and together they make the same steps as one, but for rounding. Can change between
+    restarts."""
+    sharding: Sharding = "fsdp2"
+    """What each of several workers holds: with `fsdp2` its part of weights, gradients and
+    optimizer, with `replicated` all of them."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """What they compute on; `auto`: GPUs, if Ray has one for each worker."""
+    threads: int = 1  #: of torch, in each of them
 
 
 class GenerationConfig(_Settings, frozen=True):
@@ -98,6 +108,7 @@ class GenerationConfig(_Settings, frozen=True):
     """Log-probs don't depend on what else is being generated. Of `torch` alone."""
     max_batch_rows: int = 256  #: completions that one worker makes at a time; bounds its memory
     threads: int = 1  #: of torch, in each of them
+    gpus: float = 0  #: of each of them, that Ray keeps for it; vLLM uses those
     vllm: VllmConfig = VllmConfig()
 
 
@@ -136,6 +147,7 @@ class TrainConfig(_Settings, frozen=True):
 
     def __post_init__(self) -> None:
         for key, value in (
+            ("policy.workers", self.policy.workers),
             ("policy.threads", self.policy.threads),
             ("generation.workers", self.generation.workers),
             ("generation.threads", self.generation.threads),
@@ -153,6 +165,8 @@ class TrainConfig(_Settings, frozen=True):
                 f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
                 f" {self.generation.workers} of generation.workers"
             )
+        if not self.generation.gpus >= 0:
+            raise ConfigError(f"generation.gpus is {self.generation.gpus}; it must be at least 0")
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(
                 f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"
@@ -188,6 +202,7 @@ class TrainConfig(_Settings, frozen=True):
                 f"event_loop is {loop}, which is not installed: pip install"
                 f" 'single-controller[{loop}]'"
             )
+        self.policy.scheduler.over(self.grpo.max_num_steps)  # as does this
         _ = self.controller  # it refuses what is impossible
 
     @property
@@ -202,9 +217,10 @@ class TrainConfig(_Settings, frozen=True):
 
     @property
     def cpus_needed(self) -> int:
-        """Ray CPUs of all processes: trainer, generation, controller, and TransferQueue's own."""
-        trainer = controller = index = 1
-        return trainer + self.generation.workers + controller + index + self.cluster.storage_units
+        """Ray CPUs of all processes: trainers, generation, controller, and TransferQueue's own."""
+        controller = index = 1
+        workers = self.policy.workers + self.generation.workers
+        return workers + controller + index + self.cluster.storage_units
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
@@ -69,9 +69,13 @@ from sc_ray.tasks import (
 from sc_ray.tasks.jsonl import read_prompts
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
+from sc_ray.trainer.seat import Seat, worker_name
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 from sc_ray.weights import FileWeightSync
+
+if TYPE_CHECKING:
+    from sc_ray.trainer.peers import Rendezvous
 
 Resume = Literal["auto", "never"] | Path
 
@@ -121,7 +125,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     sent: SentStore
     rows: TransferQueueSpec
     task: Task
-    trainer: Any  #: handle of a `TrainerActor`
+    trainers: Mapping[str, Any]  #: handles of `TrainerActor`s, by name, in the order of ranks
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
     generation_start: GenerationStart  #: of others like them
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
@@ -161,7 +165,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             opened.callback(events.close)
             metrics = JsonlMetrics(run_dir / METRICS)
             opened.callback(metrics.close)
-            trainer = RayTrainer(self.trainer)
+            trainer = RayTrainer(self.trainers)
             parcels = Parcels()
             engines = [
                 RayEngine(actor, name=name, parcels=parcels if name in self.far else None)
@@ -253,7 +257,7 @@ def setup_single_controller(
         )
         bootstrap = TransferQueueBootstrap(rows)
         on_exit.callback(bootstrap.close)
-        trainer = _start_trainer(config, prepared, rows, on_exit)
+        trainers, rendezvous = _start_trainer(config, prepared, rows, on_exit)
         say("restoring")
         ready = anyio.run(
             partial(
@@ -272,14 +276,20 @@ def setup_single_controller(
             if bundle is None
             else f"resuming from {bundle.path}, step {bundle.step} of {config.grpo.max_num_steps}"
         )
-        far = anyio.run(_until_up, RayTrainer(trainer), generation, config.cluster.start_deadline_s)
+        far = anyio.run(
+            _until_up,
+            RayTrainer(trainers),
+            rendezvous,
+            generation,
+            config.cluster.start_deadline_s,
+        )
     return SingleControllerActorArgs(
         config=config,
         run_dir=run_dir,
         sent=ready.send(),
         rows=rows,
         task=prepared.task,
-        trainer=trainer,
+        trainers=trainers,
         generation=generation,
         generation_start=start,
         far=far,
@@ -427,7 +437,9 @@ def _start_generation(
         threads=config.generation.threads,
         vllm=config.generation.vllm,
     )
-    start = GenerationStart(spec=spec, spread=config.cluster.spread_generation)
+    start = GenerationStart(
+        spec=spec, spread=config.cluster.spread_generation, gpus=config.generation.gpus
+    )
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
@@ -441,30 +453,67 @@ def _start_trainer(
     prepared: Prepared,
     rows: TransferQueueSpec,
     on_exit: ExitStack,
-) -> Any:
+) -> tuple[dict[str, Any], Rendezvous | None]:
+    workers = config.policy.workers
+    device = _device(config.policy.device, workers)
     spec = TrainerSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
         rows=rows,
         optimizer=config.policy.optimizer,
+        scheduler=config.policy.scheduler.over(config.grpo.max_num_steps),
         loss=config.policy.loss,
         temperature=config.task.temperature,
         seed=config.grpo.seed,
         threads=config.policy.threads,
+        device=device,
+        sharding=config.policy.sharding,
+        reference=config.policy.loss.needs_reference,
     )
-    actor = TrainerActor.options(scheduling_strategy=this_node()).remote(spec)
-    on_exit.callback(kill, actor)
-    return actor
+    rendezvous, seats = None, list[Seat | None]([None])
+    if workers > 1:
+        start_s, call_s = config.cluster.start_deadline_s, config.async_rl.deadlines.trainer_s
+        from sc_ray.trainer.peers import Rendezvous  # torch comes with it
+
+        rendezvous = Rendezvous(workers, start_s=start_s, call_s=call_s)
+        on_exit.callback(rendezvous.close)
+        seats = list(rendezvous.seats)
+    started = TrainerActor.options(
+        scheduling_strategy=this_node(), num_gpus=1 if device == "cuda" else 0
+    )
+    actors: dict[str, Any] = {}
+    for rank, seat in enumerate(seats):
+        name = worker_name(rank)
+        actors[name] = started.remote(spec, seat)
+        on_exit.callback(kill, actors[name])
+    return actors, rendezvous
+
+
+def _device(wanted: str, workers: int) -> str:
+    """`cpu` or `cuda`. Raises ConfigError if Ray lacks the GPUs asked for."""
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    if wanted == "cuda" and gpus < workers:
+        raise ConfigError(
+            f"policy.device is cuda: {workers} trainer workers need as many GPUs of Ray, which"
+            f" has {gpus:g}"
+        )
+    if wanted == "auto":
+        return "cuda" if gpus >= workers else "cpu"
+    return wanted
 
 
 async def _until_up(
-    trainer: RayTrainer, generation: Mapping[str, Any], deadline_s: float
+    trainer: RayTrainer,
+    rendezvous: Rendezvous | None,
+    generation: Mapping[str, Any],
+    deadline_s: float,
 ) -> frozenset[str]:
     """Wait for every worker; returns the names of those that are on another node."""
     with anyio.move_on_after(deadline_s) as deadline:
         await trainer.ping()
     if deadline.cancelled_caught:
-        raise CallTimeout(f"starting {trainer.name}", deadline_s)
+        late = None if rendezvous is None else rendezvous.missing()
+        raise CallTimeout(f"starting {', '.join(late or trainer.names)}", deadline_s)
     here = ray.get_runtime_context().get_node_id()
     nodes = await _nodes_of(generation, deadline_s)
     return frozenset(name for name, node in nodes.items() if node != here)

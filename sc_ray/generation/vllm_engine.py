@@ -43,6 +43,7 @@ class VllmEngine:
     """
 
     def __init__(self, spec: GenerationSpec) -> None:
+        self.pause_mode = spec.vllm.pause_mode  #: of the next pause
         self._spec = spec
         self._memory = MemoryDirectory(spec.run_id)
         self._finalizer = weakref.finalize(self, self._memory.close)
@@ -92,7 +93,7 @@ class VllmEngine:
         if self._held is None:
             self._held = anyio.Event()
         # It forgets all keys and values, also of requests that it keeps: they are of old weights.
-        pause = vllm.llm.pause_generation(mode=self._spec.vllm.pause_mode, clear_cache=True)
+        pause = vllm.llm.pause_generation(mode=self.pause_mode, clear_cache=True)
         await self._answer(vllm, pause)
 
     async def resume(self) -> None:
@@ -133,6 +134,10 @@ class VllmEngine:
         if not self._built.cancel():
             with suppress(Exception):  # it could not be built
                 self._built.result().end()
+        # Nothing may hold on to it: vLLM's destructor fails when the interpreter ends.
+        self._built, self._started = concurrent.futures.Future(), None
+        self._broken = "it was closed"
+        self._built.set_exception(self._died(self._broken))
         self._thread.shutdown(wait=False)
         self._finalizer()
 
@@ -153,11 +158,11 @@ class VllmEngine:
     async def _complete(self, vllm: Started, request: Request) -> Completion:
         while True:
             while self._held is not None:
-                await self._held.wait()
+                await self._answer(vllm, self._held.wait())
             output = await self._sample(vllm, request)
             versions = [int(span.version) for span in output.weight_versions or ()]
             aborted = output.finish_reason == "abort"
-            mixed = len(versions) > 1 and self._spec.vllm.pause_mode != "keep"
+            mixed = len(versions) > 1 and self.pause_mode != "keep"
             if aborted or mixed:  # by a pause: ask again, from the start
                 continue
             tokens = list(output.token_ids)
@@ -176,13 +181,14 @@ class VllmEngine:
     async def _sample(self, vllm: Started, request: Request) -> Any:
         """vLLM's `CompletionOutput`. A cancel aborts the request."""
         prompt, parameters = vllm.translated(request)
-        output: Any = None
-        try:
+
+        async def last() -> Any:
+            output: Any = None
             async for final in vllm.llm.generate(prompt, parameters, f"{next(self._numbers)}"):
                 output = final.outputs[0]
-        except vllm.dead_error as exc:
-            raise self._died("its core has ended") from exc
-        return output
+            return output
+
+        return await self._answer(vllm, last())
 
     async def _take(self, vllm: Started, path: Path, version: int) -> int:
         """Load weights while nothing runs. What fails here leaves weights that nobody knows."""
@@ -216,19 +222,22 @@ class VllmEngine:
             directory.rmdir()
 
     async def _answer(self, vllm: Started, call: Coroutine[Any, Any, R]) -> R:
-        """The answer of the engine core, which without this would be waited for when it is dead."""
+        """What `call` returns, unless the engine core dies before: that wakes nobody by itself."""
         asked = asyncio.ensure_future(call)
+        listening: asyncio.Task[None] | None = vllm.llm.output_handler  # None: to begin with
         try:
-            await asyncio.wait(
-                {asked, vllm.llm.output_handler}, return_when=asyncio.FIRST_COMPLETED
-            )
-            if asked.done():
-                return asked.result()
-        except vllm.dead_error as exc:
-            raise self._died("its core has ended") from exc
+            until = {asked} if listening is None else {asked, listening}
+            await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
-        raise self._died("its core has ended")
+            asked.cancel()  # does nothing to one that is done
+        error: BaseException | None = None
+        if asked.done() and not asked.cancelled():
+            error = asked.exception()
+            if error is None:
+                return asked.result()
+            if not isinstance(error, vllm.dead_error) and not (listening and listening.done()):
+                raise error
+        raise self._died("its core has ended") from error
 
     def _died(self, reason: str) -> WorkerDied:
         return WorkerDied("vLLM's engine", reason)

@@ -35,7 +35,7 @@ from sc_ray.parcels import Parcels
 from sc_ray.tasks import Task
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import Policy
+from sc_ray.trainer.policy import Policy
 from sc_ray.weights import FileWeightSync
 
 pytestmark = pytest.mark.anyio

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from sc_ray.losses import LossConfig, LossSums, step_metrics
 from sc_ray.model import ModelConfig, build_model, read_tensors, write_tensors
 from sc_ray.tasks import larger_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import OptimizerConfig, Policy, Row
+from sc_ray.trainer.config import OptimizerConfig
+from sc_ray.trainer.microbatch import Row
+from sc_ray.trainer.policy import Policy
 
 TASK = larger_digit()
 TOKENIZER = Tokenizer.of_characters(TASK.alphabet())
@@ -61,7 +63,8 @@ def train(trained: Policy, rows: Sequence[Row], chunks: int = 1) -> dict[str, fl
 def tensors_of(trained: Policy) -> dict[str, torch.Tensor]:
     """Everything that further training depends on."""
     snapshot = trained.snapshot()
-    return {**snapshot.weights, **snapshot.optimizer}
+    assert snapshot is not None
+    return {**snapshot.weights, **snapshot.optimizer, "rng": snapshot.rng[0]}
 
 
 def same(left: Policy, right: Policy) -> bool:
@@ -111,7 +114,7 @@ def test_a_step_moves_the_weights_and_tells_what_it_did() -> None:
     tokens = sum(int(row["completion_mask"].sum()) for row in rows)
     assert metrics["tokens"] == tokens
     nothing = step_metrics(dict.fromkeys(LossSums._fields, 0.0))
-    assert metrics.keys() == nothing.keys() | {"grad_norm"}
+    assert metrics.keys() == nothing.keys() | {"grad_norm", "lr"}
     assert metrics["grad_norm"] > 0
     assert 0 < metrics["clip_fraction"] < 1
 
@@ -232,8 +235,8 @@ def test_dropout_is_repeatable_abandonable_and_saved(tmp_path: Path) -> None:
         torch.rand(1)  # global random numbers have no part in it
         train(each, made_up_rows(seed=1))
     assert same(trained, straight) and not same(trained, plain)
-    fresh = policy().snapshot().optimizer["torch_rng"]
-    assert not torch.equal(trained.snapshot().optimizer["torch_rng"], fresh)  # new ones each time
+    fresh = tensors_of(policy())["rng"]
+    assert not torch.equal(tensors_of(trained)["rng"], fresh)  # new ones each time
     trained.begin_step()
     trained.accumulate(made_up_rows(seed=2))
     trained.save(tmp_path)  # of the last finished step, whatever is open
@@ -304,22 +307,35 @@ def test_optimizer_settings_that_cannot_train_are_refused(wrong: dict[str, Any])
 
 
 class Ring:
-    """An all-reduce between threads."""
+    """What goes between threads that stand for workers."""
 
     def __init__(self, workers: int) -> None:
+        self.workers = workers
         self._barrier = threading.Barrier(workers, timeout=60)
         self._given: dict[int, torch.Tensor] = {}
 
-    def all_reduce(self, rank: int, *, most: bool = False) -> Callable[[torch.Tensor], None]:
-        def reduce(tensor: torch.Tensor) -> None:
-            self._given[rank] = tensor.clone()
-            self._barrier.wait()
-            given = torch.stack([self._given[r] for r in sorted(self._given)])
-            total = given.amax(0) if most else given.sum(0)
-            self._barrier.wait()
-            tensor.copy_(total)
+    def member(self, rank: int) -> Any:
+        return Member(self, rank)
 
-        return reduce
+    def exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._given[rank] = tensor.clone()
+        self._barrier.wait()
+        given = torch.stack([self._given[r] for r in sorted(self._given)])
+        self._barrier.wait()
+        return given
+
+
+class Member:
+    """In place of `Peers`, for what is replicated."""
+
+    def __init__(self, ring: Ring, rank: int) -> None:
+        self._ring, self.rank, self.workers = ring, rank, ring.workers
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._ring.exchange(self.rank, tensor).sum(0))
+
+    def max(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._ring.exchange(self.rank, tensor).amax(0))
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -330,12 +346,7 @@ def test_workers_with_a_share_each_become_what_one_with_all_becomes(
     rows, single, ring = made_up_rows(), policy(loss=loss), Ring(2)
     expected = train(single, rows)
     workers = [
-        policy(
-            loss=loss,
-            all_reduce=ring.all_reduce(rank),
-            all_reduce_max=ring.all_reduce(rank, most=True),
-        )
-        for rank in range(2)
+        policy(loss=loss, peers=ring.member(rank), sharding="replicated") for rank in range(2)
     ]
     parts = [rows[: shares[0]], rows[shares[0] :]]
     assert [len(part) for part in parts] == list(shares)
@@ -354,9 +365,9 @@ def test_workers_with_a_share_each_become_what_one_with_all_becomes(
     for thread in threads:
         thread.join()
     assert metrics[0] == metrics[1] == pytest.approx(expected, rel=1e-4)
-    assert same(workers[0], workers[1])
-    found = tensors_of(workers[0])
-    for name, tensor in tensors_of(single).items():
+    found, other = (worker._optimizer_tensors() for worker in workers)
+    assert all(torch.equal(found[name], other[name]) for name in found)
+    for name, tensor in single._optimizer_tensors().items():
         if name.endswith(".exp_avg"):
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
 

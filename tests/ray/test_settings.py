@@ -22,9 +22,9 @@ def refused(source: str, *overrides: str) -> str:
 
 def test_every_built_in_configuration_loads() -> None:
     assert builtin_configs() == ["demo", "exact", "pretrained", "vllm"]
-    for name in builtin_configs():
-        task = "digit_sums" if name == "pretrained" else "larger_digit"
-        assert load_config(name).task.name == task
+    tasks = {name: load_config(name).task.name for name in builtin_configs()}
+    assert tasks.pop("pretrained") == "digit_sums"
+    assert set(tasks.values()) == {"larger_digit"}
 
 
 def test_the_demo_is_asynchronous_and_the_exact_one_is_not() -> None:
@@ -141,7 +141,18 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
             "async_rl.generation_fleet_health.unhealthy_threshold=0",
             "async_rl.generation_fleet_health.unhealthy_threshold is 0; it must be at least 1",
         ),
+        ("generation.gpus=-1", "generation.gpus is -1.0; it must be at least 0"),
+        ("generation.vllm.max_model_len=1", "vllm.max_model_len = 1 must be at least 2"),
+        ("generation.vllm.kv_cache_gib=0", "vllm.kv_cache_gib = 0 must be above 0"),
+        ("generation.vllm.pause_mode=hold", "generation.vllm.pause_mode"),
         ("policy.threads=0", "policy.threads is 0"),
+        ("policy.workers=0", "policy.workers is 0"),
+        ("policy.sharding=ddp", "$.policy.sharding"),
+        ("policy.scheduler.min_lr_ratio=2", "scheduler.min_lr_ratio is 2"),
+        (
+            "policy.scheduler={name: cosine, warmup_steps: 100}",
+            "decay_steps = 100 must be more than warmup_steps = 100",
+        ),
         ("cluster.storage_units=0", "cluster.storage_units is 0"),
         ("task.temperature=-1", "task.temperature is -1"),
         ("task.max_new_tokens=0", "task.max_new_tokens is 0"),
@@ -190,6 +201,7 @@ def test_cpus_are_counted_per_process() -> None:
     many = load_config("demo", ["generation.workers=3", "cluster.storage_units=4"])
     assert few.cpus_needed == 5  # trainer, generation, controller, and TransferQueue's two
     assert many.cpus_needed == 10
+    assert load_config("demo", ["policy.workers=3"]).cpus_needed == 8
 
 
 def test_the_demo_evaluates_its_own_task_and_another_one_if_asked_to() -> None:
