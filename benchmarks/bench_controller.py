@@ -30,6 +30,7 @@ from sc_core import (
     Columns,
     ControllerConfig,
     DataPlane,
+    EstimatorScope,
     JsonlEventLog,
     Ports,
     Prompt,
@@ -82,6 +83,7 @@ class InstantWorld:
     """Source, worker, trainer, weight sync and estimator, all of them instant."""
 
     select_fields = ("reward",)
+    scope: EstimatorScope = "group"
     heavy = False
 
     def __init__(self) -> None:

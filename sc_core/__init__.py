@@ -15,6 +15,7 @@ from sc_core.calls import settle as settle
 from sc_core.config import AsyncRlConfig as AsyncRlConfig
 from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
+from sc_core.config import GenerationFleetHealthConfig as GenerationFleetHealthConfig
 from sc_core.config import GrpoConfig as GrpoConfig
 from sc_core.config import RolloutRecoveryConfig as RolloutRecoveryConfig
 from sc_core.config import decode as decode
@@ -50,6 +51,7 @@ from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import WrongAnswer as WrongAnswer
 from sc_core.errors import root_cause as root_cause
+from sc_core.estimates import check_scope as check_scope
 from sc_core.events import JsonlEventLog as JsonlEventLog
 from sc_core.events import JsonlMetrics as JsonlMetrics
 from sc_core.filters import ZeroVarianceFilter as ZeroVarianceFilter
@@ -59,6 +61,8 @@ from sc_core.ports import BootstrapDataPlane as BootstrapDataPlane
 from sc_core.ports import Columns as Columns
 from sc_core.ports import DataPlane as DataPlane
 from sc_core.ports import EngineFleet as EngineFleet
+from sc_core.ports import EngineState as EngineState
+from sc_core.ports import EstimatorScope as EstimatorScope
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
 from sc_core.ports import MetricsSink as MetricsSink
@@ -124,9 +128,12 @@ __all__ = [
     "DiskLock",
     "EndOfPrompts",
     "EngineFleet",
+    "EngineState",
     "EnginesFailed",
     "EstimatorError",
+    "EstimatorScope",
     "EventSink",
+    "GenerationFleetHealthConfig",
     "Group",
     "GroupFilter",
     "GroupId",
@@ -178,6 +185,7 @@ __all__ = [
     "candidates",
     "check_capacity",
     "check_resume",
+    "check_scope",
     "check_store",
     "decode",
     "in_thread",

@@ -247,6 +247,12 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
         "dropped": counts(report.dropped),
         "pending": counts(report.pending),
     }
+    if report.engines:
+        facts["engines"] = "; ".join(
+            f"{name} served {engine.groups:,} groups, confirmed {engine.confirmed:,} versions"
+            + (f" ({engine.joined} of them when it joined)" if engine.joined else "")
+            for name, engine in report.engines.items()
+        )
     if report.bundles:
         facts["agree with the log"] = ", ".join(report.bundles)
     if report.other_bundles:

@@ -1,7 +1,8 @@
 """The advantage stage: read columns, estimate, write the new columns back to the same rows.
 
 The three run side by side over slices of a chunk, so that the estimator computes while the
-data plane reads the next slice and writes the one before.
+data plane reads the next slice and writes the one before. An estimator whose scope is the chunk
+gets it whole.
 """
 
 from __future__ import annotations
@@ -83,12 +84,15 @@ class AdvantageStage:
         wanted = self._estimator.select_fields
         stored = [name for name in wanted if name != MASKED]
         async with send:
-            for groups in _slices(batch.groups):
+            for groups in _slices(batch.groups, self._groups_per_call(batch)):
                 ids = tuple(row for group in groups for row in group.sample_ids)
                 columns = await self._rows.get(ids, stored)
                 if MASKED in wanted:
                     columns[MASKED] = [one for group in groups for one in masks_of(group)]
                 await send.send((ids, tuple(len(g.sample_ids) for g in groups), columns))
+
+    def _groups_per_call(self, batch: Batch) -> int:
+        return _GROUPS_PER_SLICE if self._estimator.scope == "group" else len(batch.groups)
 
     async def _estimate(
         self,
@@ -112,6 +116,6 @@ class AdvantageStage:
                 await send.send((ids, sizes, columns))
 
 
-def _slices(groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
-    for start in range(0, len(groups), _GROUPS_PER_SLICE):
-        yield groups[start : start + _GROUPS_PER_SLICE]
+def _slices(groups: tuple[Group, ...], size: int) -> Iterator[tuple[Group, ...]]:
+    for start in range(0, len(groups), size):
+        yield groups[start : start + size]

@@ -7,7 +7,7 @@ that a failed attempt, or a restart, generates only those that are missing.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -205,6 +205,7 @@ class GroupBuilder:
                 tokens=sum(sample.tokens for sample in samples),
                 end_weight_version=max(self._end_version(sample) for sample in samples),
                 masked=masked,
+                served=_served((s.engine, self._end_version(s)) for s in samples),
             )
 
         section = self._barrier.mutation(f"commit {group_id}")
@@ -234,6 +235,7 @@ class GroupBuilder:
                 end_weight_version=max(one.end_weight_version for one in record.finished),
                 rows=[one.sample_id for one in record.finished],
                 masked=masked,
+                served=_served((one.engine, one.end_weight_version) for one in record.finished),
             )
         return True
 
@@ -252,6 +254,7 @@ class GroupBuilder:
                     end_weight_version=self._end_version(sample),
                     columns=_columns(sample),
                     masked=sample.masked,
+                    engine=sample.engine,
                 ),
             )
 
@@ -291,6 +294,17 @@ def _first(failed: BaseExceptionGroup[AttemptFailed]) -> AttemptFailed:
 def _trained(rewards: Sequence[float], masked: Sequence[int]) -> Sequence[float]:
     """The rewards of the siblings that are trained on."""
     return [r for number, r in enumerate(rewards) if number not in masked] if masked else rewards
+
+
+def _served(siblings: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]] | None:
+    """The end versions of siblings, by the engines that made them; None if nobody says which."""
+    found: dict[str, tuple[int, ...]] = {}
+    for engine, version in siblings:
+        if engine is not None:
+            versions = found.get(engine, ())
+            if version not in versions:
+                found[engine] = (*versions, version)
+    return found or None
 
 
 def _columns(sample: Sample) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The conservation law, checked from the event log alone, or against a run's bundles too.
 
+And that no engine served weights that it had not confirmed.
+
 The effective history of an incarnation is its parent's effective history up to the `parent_seq`
 of its `resumed` event, then its own events. In it every prompt that left the source was
 admitted once, and since then was trained once, or dropped once, or is still on its way.
@@ -18,6 +20,7 @@ from sc_core.disk import LOCAL, Disk
 from sc_core.errors import RestoreError
 from sc_core.events import Event, read_events
 from sc_core.records import Cut
+from sc_core.served import EngineAudit
 from sc_core.verify import candidates, verify
 
 EVENTS = "events.jsonl"
@@ -46,6 +49,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     pending: Mapping[str, int] = {}  #: by state
     step: int = 0  #: finished training steps
     weight_version: int = 0
+    engines: Mapping[str, EngineAudit] = {}  #: that the history names, and what they did
     bundles: tuple[str, ...] = ()  #: of the history, compared with it
     other_bundles: Mapping[str, str] = {}  #: not compared, and why
     violations: tuple[Violation, ...] = ()  #: the first `MAX_VIOLATIONS`
@@ -134,6 +138,7 @@ def _audit(read: Callable[[], Iterator[Event]], bundles: Iterable[tuple[str, Cut
         pending=dict(Counter(prompt.state for prompt in books.live.values())),
         step=books.step,
         weight_version=books.weight_version,
+        engines=dict(sorted(books.served.engines.items())),
         bundles=tuple(instant.bundle for instant in reversed(instants)),
         other_bundles=others,
         violations=tuple(findings.kept),

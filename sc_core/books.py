@@ -14,6 +14,7 @@ import msgspec
 from sc_core.events import Event
 from sc_core.ports import EventKind
 from sc_core.records import Cut
+from sc_core.served import Served
 
 MAX_VIOLATIONS = 1000  #: kept; the others are only counted
 
@@ -67,6 +68,8 @@ class Prompt(msgspec.Struct):
     group_id: str | None = None  #: of the last attempt that was dispatched
     attempt: int = -1
     weight_version: int | None = None  #: that attempt's stamp
+    dispatched: int = 0  #: sequence number of that dispatch
+    resumed: bool = False  #: it was live in an earlier incarnation
 
 
 class Instant(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +137,7 @@ class Books:
         self.prompts = self.trained = self.step = self.weight_version = 0
         self.dropped: Counter[str] = Counter()  #: by reason, up to its first colon
         self.short_steps: Counter[int] = Counter()  #: groups that each step goes without
+        self.served = Served(self._wrong, self._oldest_dispatch)
         self._outcomes = _Outcomes()
         self._findings = findings
         self._seq = 0
@@ -152,10 +156,11 @@ class Books:
             self._stopped = kind == "stopped"
             if event.step is not None and event.step < self.step:
                 self._wrong(event, f"{kind} goes back to step {event.step} from step {self.step}")
-        elif kind not in ("checkpoint", "exhausted"):
+        elif kind not in ("engine", "checkpoint", "exhausted"):
             self._of_prompt(event)
         if kind in ("resumed", "trained", "weight_sync"):
             self._at_version(event)
+        self.served.enter(event)
 
     def close(self) -> None:
         """Check what can only be said at the end of the log."""
@@ -214,6 +219,7 @@ class Books:
         self._no_loose_ends(event.seq)
         for prompt in self.live.values():
             prompt.state = _AFTER_RESUME.get(prompt.state, prompt.state)
+            prompt.resumed = True
         self._finished_here = None
 
     def _no_loose_ends(self, seq: int) -> None:
@@ -273,6 +279,9 @@ class Books:
         if kind == "dispatched":
             prompt.attempt = max(prompt.attempt, _attempt(ordinal, event.group_id))
             self._stamped(event, prompt)
+            prompt.dispatched = event.seq
+        elif kind == "committed":
+            self.served.commit(event, dispatched=prompt.dispatched, kept=prompt.resumed)
         elif kind in ("selected", "abandoned"):
             if event.step is not None and event.step <= self.step:
                 self._wrong(event, f"{kind} for step {event.step}; step {self.step} is finished")
@@ -328,6 +337,10 @@ class Books:
             self._wrong(event, f"trained in step {step}; the last finished step is {self.step}")
         if step is not None:
             self.step = self._finished_here = max(self.step, step)
+
+    def _oldest_dispatch(self) -> int:
+        in_flight = (prompt for prompt in self.live.values() if prompt.state == "in_flight")
+        return min((prompt.dispatched for prompt in in_flight), default=self._seq)
 
     def _wrong(self, event: Event, problem: str) -> None:
         self._findings.add(event.seq, event.ordinal, problem)

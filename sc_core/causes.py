@@ -10,7 +10,7 @@ from sc_core.records import LedgerRecord
 from sc_core.state import DRAINED, EVALUATED, GROUPS_READY, PUBLISHED, RunState
 from sc_core.waits import Wait, seconds
 
-WATCHING = frozenset({"watchdog", "stop in time", "end in time"})
+WATCHING = frozenset({"watchdog", "stop in time", "end in time", "failure"})
 """Tasks that look on: no news in a report."""
 _STANDING = WATCHING | {"rollout pump", "finaliser", "time budget"}
 """Tasks beside the train pump for all of the run; any other child of it works for it."""

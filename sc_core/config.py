@@ -38,6 +38,9 @@ class GrpoConfig(_Settings, frozen=True):
     step: they make one short step, or are dropped, which the event log records. Steps run on from
     one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
+    overlong_filtering: bool = False
+    """Mask siblings that were cut off at a length limit: they count as siblings, and nothing is
+    learnt from them. For whoever builds the rollout worker, which knows them."""
     val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
@@ -93,7 +96,7 @@ class DeadlinesConfig(_Settings, frozen=True):
     source_s: float = 600.0  #: one prompt
     data_plane_s: float = 60.0  #: one put, get, clear or list
     snapshot_s: float = 600.0  #: the data plane's own save
-    estimator_s: float = 600.0  #: one slice of a chunk, if the estimator is heavy
+    estimator_s: float = 600.0  #: one call of the estimator, if it is heavy
     trainer_s: float = 1800.0  #: prepare, one train_microbatches, finish_step, save, load
     weight_sync_s: float = 300.0  #: each of pause, transfer and resume
     disk_s: float = 600.0  #: writing, publishing or verifying one bundle
@@ -105,6 +108,32 @@ class DeadlinesConfig(_Settings, frozen=True):
                 raise ConfigError(
                     f"async_rl.deadlines.{name} is {seconds}; it must be above 0 and finite"
                 )
+
+
+class GenerationFleetHealthConfig(_Settings, frozen=True):
+    """What becomes of generation engines that don't answer, or die. For whoever runs them: the
+    controller itself asks no engine."""
+
+    enabled: bool = True
+    """Whether engines are probed, and `on_dead_shard` followed. Without, a dead one is left out."""
+    probe_interval_s: float = 5.0  #: between two probes of an engine, from answer to question
+    probe_timeout_s: float = 30.0
+    """Without an answer a probe has failed. An engine whose machine is busy may take seconds."""
+    unhealthy_threshold: int = 3
+    """Failed probes in a row that quarantine an engine: it gets neither requests nor weights, and
+    those that it has go on. As many more, and it counts as dead."""
+    healthy_threshold: int = 2
+    """Successful ones in a row that end it, once the engine has confirmed the current weights."""
+    on_dead_shard: Literal["restart", "leave_out", "fail"] = "restart"
+    """What follows when an engine's process has ended, when the engine says that it can't go on,
+    or when it failed a weight sync. `restart`: it is made anew, under its name, and serves once it
+    has confirmed the current weights; if it was the last one, rollouts and syncs wait for it until
+    their own deadlines. `leave_out`: the run goes on without it. `fail`: the run ends."""
+    max_restart_attempts_per_shard: int = 3
+    """Over the life of the controller's process; an engine that needs one more is left out."""
+    min_healthy_shards: int = 1
+    """Engines that live, quarantined ones included, or are being restarted. With fewer the run
+    ends, and says what each has died of."""
 
 
 class AsyncRlConfig(_Settings, frozen=True):
@@ -134,6 +163,7 @@ class AsyncRlConfig(_Settings, frozen=True):
     then still has until its own deadline."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
     stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
+    generation_fleet_health: GenerationFleetHealthConfig = GenerationFleetHealthConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
@@ -226,6 +256,14 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(0, "async_rl.stop_grace_s", rl.stop_grace_s)
         stall_timeout_s = rl.stall_watchdog.stall_timeout_s
         _at_least(0, "async_rl.stall_watchdog.stall_timeout_s", stall_timeout_s)
+        health, key = rl.generation_fleet_health, "async_rl.generation_fleet_health."
+        _above_0(f"{key}probe_interval_s", health.probe_interval_s)
+        _above_0(f"{key}probe_timeout_s", health.probe_timeout_s)
+        _at_least(1, f"{key}unhealthy_threshold", health.unhealthy_threshold)
+        _at_least(1, f"{key}healthy_threshold", health.healthy_threshold)
+        restarts = health.max_restart_attempts_per_shard
+        _at_least(0, f"{key}max_restart_attempts_per_shard", restarts)
+        _at_least(1, f"{key}min_healthy_shards", health.min_healthy_shards)
         _at_least(1, "checkpointing.save_period", self.checkpointing.save_period)
         _at_least(1, "checkpointing.ft_save_period", self.checkpointing.ft_save_period)
         chunk = rl.min_groups_for_streaming_train
@@ -250,6 +288,11 @@ class ControllerConfig(_Settings, frozen=True):
 def _at_least(least: float, key: str, value: float | None) -> None:
     if value is not None and not value >= least:  # nor is it NaN
         raise ConfigError(f"{key} is {value}; it must be at least {least}")
+
+
+def _above_0(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key} is {value}; it must be above 0 and finite")
 
 
 def decode(data: Mapping[str, Any], into: type[T], *, source: str = "config") -> T:

@@ -23,10 +23,12 @@ from sc_core.decisions import DecisionSettings
 from sc_core.errors import (
     ConfigError,
     RestoreOrderError,
+    ScError,
     StallError,
     WrongAnswer,
     root_cause,
 )
+from sc_core.estimates import check_scope
 from sc_core.evaluation import Evaluator
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
@@ -35,6 +37,7 @@ from sc_core.ports import (
     AdvantageEstimator,
     DataPlane,
     EngineFleet,
+    EngineState,
     EventSink,
     GroupFilter,
     MetricsSink,
@@ -105,19 +108,20 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     gate_closed_for: str | None
     stop_reason: str | None
     barrier: BarrierStatistics
-    engines: tuple[str, ...]  #: that confirmed the last sync
+    engines: tuple[str, ...]  #: that serve: they confirmed the last sync, or joined since
     engines_out: Mapping[str, str]  #: put out of service since they last confirmed, and why
     last_metrics: Mapping[str, Any]
     last_evaluation: Mapping[str, float] = {}  #: metrics of the last finished one
     evaluating: int = 0  #: in-flight slots that an evaluation holds or waits for
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
+    engines_away: Mapping[str, str] = {}  #: `quarantined: why` or `restarting: why`
 
 
 class SingleController:
     """Decides which prompts go out, which groups train, when weights move, what a bundle holds.
 
-    Build it, then `await run()` once. `stop`, `request_checkpoint`, `statistics`, `report` and
-    `audit` may be called from the same event loop while it runs.
+    Build it, then `await run()` once. `stop`, `request_checkpoint`, `engine_is`, `fail`,
+    `statistics`, `report` and `audit` may be called from the same event loop while it runs.
     """
 
     def __init__(
@@ -135,8 +139,9 @@ class SingleController:
         `clock` dates barrier sections in reports; on a virtual clock, `anyio.current_time`.
 
         Raises:
-            ConfigError: the settings can never fill a step, and the message has the numbers; or
-                they ask for an evaluation, and `ports` have no prompts for it.
+            ConfigError: the settings can never fill a step, or stream it in chunks that are too
+                small for the estimator, and the message has the numbers; or they ask for an
+                evaluation, and `ports` have no prompts for it.
         """
         self._config = config
         self._ports = ports
@@ -147,6 +152,7 @@ class SingleController:
             config.async_rl.sampler, config.grpo.num_prompts_per_step
         )
         capacity, self._max_inflight = check_capacity(config, self._sampler)
+        check_scope(config, ports.estimator)
         bundle = ready.bundle
         self._bundle = bundle
         self._state = RunState(
@@ -167,6 +173,8 @@ class SingleController:
         self._pumping: anyio.CancelScope | None = None  #: around all that a hasty stop ends
         self._pump: TrainPump | None = None
         self._rows: Rows | None = None
+        self._failure: ScError | None = None  #: that somebody beside the run has found
+        self._failed = anyio.Event()
         self._begun = False  #: the log says that this incarnation started or resumed
 
     async def run(self) -> RunResult:
@@ -235,6 +243,22 @@ class SingleController:
         if not checkpoint and self._pumping is not None:
             self._pumping.cancel()
 
+    def fail(self, error: ScError) -> None:
+        """End the run with this error, as if one of its own tasks had raised it."""
+        self._failure = self._failure or error
+        self._failed.set()
+
+    def engine_is(
+        self, engine: str, now: EngineState, reason: str = "", *, confirmed: int | None = None
+    ) -> None:
+        """Hear of an engine what happens to it between syncs: into statistics and event log.
+
+        `confirmed` is the weight version of one that joins or comes back; say so before it gets
+        its first request. Whoever watches over engines calls this, with `serving` for such a one,
+        unless nobody had a version to give yet.
+        """
+        self._state.engine_is(engine, now, reason, confirmed=confirmed, log=self._begun)
+
     def report(self) -> StallReport:
         """What the run waits for now, and the likeliest reason if it does not go on.
 
@@ -281,7 +305,8 @@ class SingleController:
             gate_closed_for=state.gate_closed_for,
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),
-            engines=state.engines or (),
+            engines=state.engines,
+            engines_away=dict(state.engines_away),
             engines_out=dict(state.engines_out),
             last_metrics={} if self._pump is None else self._pump.last_metrics,
             last_evaluation=(ledger.evaluation and ledger.evaluation.summary) or {},
@@ -381,6 +406,7 @@ class SingleController:
         reason: EndReason | None = None
         async with anyio.create_task_group() as tg:
             tg.start_soon(in_tree, self._watchdog.watch, name="watchdog")
+            tg.start_soon(in_tree, self._until_failed, name="failure")
             budget_s, pump = config.checkpointing.must_save_by_s, self._pump
 
             def reserve_s() -> float:
@@ -420,6 +446,11 @@ class SingleController:
             weight_version=ledger.weight_version,
             counters=dict(ledger.counters),
         )
+
+    async def _until_failed(self) -> None:
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     # from a bundle ---------------------------------------------------------------------
 

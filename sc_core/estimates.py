@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from sc_core.errors import EstimatorError
-from sc_core.ports import Columns
+from sc_core.config import ControllerConfig
+from sc_core.errors import ConfigError, EstimatorError
+from sc_core.ports import AdvantageEstimator, Columns, EstimatorScope
 from sc_core.records import Batch, SampleId
 
 MASKED = "masked"
@@ -30,6 +31,28 @@ def check_reads_masks(batch: Batch, read: Sequence[str]) -> None:
                 f" {', '.join(read)} alone: add {MASKED} to its select_fields, and leave masked"
                 " rows out of every baseline"
             )
+
+
+def check_scope(config: ControllerConfig, estimator: AdvantageEstimator) -> None:
+    """Refuse chunks that are less than what the estimator compares.
+
+    Raises:
+        ConfigError: it looks at the whole chunk, and a step streams in several; or its scope is
+            no known one.
+    """
+    if estimator.scope not in get_args(EstimatorScope):
+        raise ConfigError(
+            f"the advantage estimator's scope is {estimator.scope!r}; it is one of"
+            f" {', '.join(get_args(EstimatorScope))}"
+        )
+    chunk = config.async_rl.min_groups_for_streaming_train
+    step = config.grpo.num_prompts_per_step
+    if estimator.scope == "chunk" and chunk is not None and chunk < step:
+        raise ConfigError(
+            f"async_rl.min_groups_for_streaming_train is {chunk}, and the advantage estimator"
+            f" compares all {step} groups of a step (grpo.num_prompts_per_step): its normalisation"
+            f" would depend on which came first; set {step}, or leave it out"
+        )
 
 
 def check_estimates(

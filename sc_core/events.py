@@ -45,7 +45,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     path: str | None = None  #: `checkpoint`: where the bundle was published
     engines: tuple[str, ...] | None = None
     """`weight_sync`: those that confirmed the version. Left out where they are the same as at
-    the last sync of the same incarnation."""
+    the last sync of the same incarnation. `engine`: the one whose state is now that of `reason`;
+    `weight_version` is what it confirmed between two syncs, if it did."""
+    served: Mapping[str, tuple[Count, ...]] | None = None
+    """`committed`: by engine, the end versions of the siblings that it made, as far as workers
+    name their engines."""
     settings: Mapping[str, Any] | None = None
     """`run_started`, `resumed`: what decisions follow from, as `DecisionSettings` has it."""
 

@@ -166,7 +166,8 @@ class WeightSync(Protocol):
 
     Raises:
         EnginesFailed: from each call: these engines failed, and all others have done it.
-        WorkerDied: no engine is left. One that died while others live is left out instead.
+        WorkerDied: no engine is left, and none is expected. One that died while others live is
+            left out instead.
     """
 
     async def pause(self) -> None:
@@ -185,14 +186,27 @@ class EngineFleet(Protocol):
     def put_out(self, engine: str, reason: str) -> int:
         """Send this engine neither requests nor weights any more; returns how many are left.
 
+        One that will soon come in its place may be counted: `transfer` then waits for it.
         Its requests under way end in a `RolloutError`, and go to others as retries.
         """
+
+
+EstimatorScope = Literal["group", "chunk"]
 
 
 class AdvantageEstimator(Protocol):
     @property
     def select_fields(self) -> Sequence[str]:
         """The columns it reads."""
+
+    @property
+    def scope(self) -> EstimatorScope:
+        """Which rows have a say in a row's columns.
+
+        `group`: those of its group alone; the chunk comes in slices of whole groups. `chunk`: all
+        that train together, as in a normalisation over the batch; they come in one call, and
+        `async_rl.min_groups_for_streaming_train` may not be less than a step.
+        """
 
     @property
     def heavy(self) -> bool:
@@ -336,8 +350,11 @@ class Runner(Protocol):
     async def __call__(self, work: Callable[..., R], *args: Any) -> R: ...
 
 
+EngineState = Literal["serving", "quarantined", "restarting", "out"]
+"""`serving`: it gets weights and requests. `quarantined`: neither, for now. `restarting`: it died,
+and a new one is on its way. `out`: for good."""
 EventKind = Literal[
     "run_started", "resumed", "admitted", "dispatched", "committed", "selected", "abandoned",
     "trained", "dropped", "evicted", "aborted", "redispatched", "exhausted", "weight_sync",
-    "checkpoint", "stopped",
+    "engine", "checkpoint", "stopped",
 ]  # fmt: skip

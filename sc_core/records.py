@@ -54,6 +54,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     masked: bool = False
     """Not to be trained on (cut off at the length limit, say): it moves no baseline, and has no
     part in the loss. It counts as a sibling like any other."""
+    engine: str | None = None
+    """Who generated it, by the name that weight syncs know. An audit then wants to see that this
+    engine had confirmed `end_weight_version`: let the controller hear of it, by `engine_is`, when
+    one joins between syncs."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -88,6 +92,7 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     end_weight_version: int
     columns: tuple[str, ...] = ()  #: names, sorted: all siblings of a group have the same
     masked: bool = False  #: as in `Sample`
+    engine: str | None = None  #: as in `Sample`
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

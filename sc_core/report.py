@@ -51,7 +51,8 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int
     trained_s: float | None  #: since the last step was trained, in this process life
     gate_closed_for: str | None
-    engines: tuple[str, ...]  #: that confirmed the last weight sync
+    engines: tuple[str, ...]  #: that confirmed the last weight sync, or joined since
+    engines_away: Mapping[str, str]  #: quarantined or restarting, and why
     engines_out: Mapping[str, str]  #: put out of service, and why
     stop_reason: str | None
     barrier: BarrierStatistics
@@ -101,8 +102,9 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def _engines(self) -> str:
         serve = f"{len(self.engines)} confirmed the last weight sync"
+        away = [f"{engine} is {reason}" for engine, reason in self.engines_away.items()]
         out = [f"{engine} is out: {reason}" for engine, reason in self.engines_out.items()]
-        return _listed([serve, *out], _SHOWN, "; ")
+        return _listed([serve, *away, *out], _SHOWN, "; ")
 
 
 class Reporter:
@@ -146,7 +148,8 @@ class Reporter:
             weight_version=ledger.weight_version,
             trained_s=None if state.trained_at is None else now - state.trained_at,
             gate_closed_for=state.gate_closed_for,
-            engines=state.engines or (),
+            engines=state.engines,
+            engines_away=dict(state.engines_away),
             engines_out=dict(state.engines_out),
             stop_reason=state.stop_reason,
             barrier=self._barrier.statistics(),

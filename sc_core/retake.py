@@ -102,6 +102,8 @@ class Retake:
             Differs: it is not what was decided, or not what follows from it.
             RestoreError: the settings of this incarnation are not recorded.
         """
+        if event.event == "engine":  # the sampler does not know of engines
+            return
         self._event = event
         if self._next.events:
             self._follows(event)

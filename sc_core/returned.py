@@ -59,6 +59,9 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
         )
     if sample.masked is not True and sample.masked is not False:
         raise RolloutError(f"{whose()} has masked = {sample.masked!r}, which is no bool")
+    engine = sample.engine
+    if engine is not None and not (isinstance(engine, str) and engine.isprintable()):
+        raise RolloutError(f"{whose()} has engine = {engine!r}, which no log could name")
     if tokens not in _TOKENS:
         raise RolloutError(f"{whose()} has {tokens} tokens")
     if not abs(reward) < _MOST:

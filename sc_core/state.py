@@ -18,7 +18,7 @@ from sc_core.calls import ended_from_outside, failed, writable
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
-from sc_core.ports import EventKind, EventSink, Sampler
+from sc_core.ports import EngineState, EventKind, EventSink, Sampler
 from sc_core.records import Cut, Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
 from sc_core.watched import Watched
 
@@ -50,8 +50,10 @@ class RunState:
         self.sampler = sampler
         self.events = events
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
-        self.engines: tuple[str, ...] | None = None  #: that confirmed the last sync
+        self.engines: tuple[str, ...] = ()  #: that confirmed the last sync, or joined since
+        self.engines_away: dict[str, str] = {}  #: quarantined or restarting, and why
         self.engines_out: dict[str, str] = {}  #: put out of service, and why
+        self._synced: tuple[str, ...] | None = None  #: what the last `weight_sync` event says
         self.trained_at: float | None = None  #: when the last step was, on the loop's clock
         self.last_failures: deque[str] = deque(maxlen=_REASONS)  #: of attempts to be repeated
         self.last_drops: deque[str] = deque(maxlen=_REASONS)
@@ -174,6 +176,7 @@ class RunState:
         end_weight_version: int,
         rows: Sequence[SampleId] | None = None,
         masked: Sequence[int] = (),
+        served: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Group:
         group = self.ledger.commit(
             ordinal,
@@ -188,6 +191,7 @@ class RunState:
             ordinal=ordinal,
             group_id=group.group_id,
             weight_version=group.start_weight_version,
+            served=served,
         )
         return group
 
@@ -262,17 +266,42 @@ class RunState:
         """Tell the event log of something that changes neither ledger nor places."""
         self._append_many(kind, [fields])
 
-    def engine_out(self, engine: str, reason: str) -> None:
-        """An engine was put out of service."""
+    def engine_is(
+        self,
+        engine: str,
+        now: EngineState,
+        reason: str = "",
+        *,
+        confirmed: int | None = None,
+        log: bool = True,
+    ) -> None:
+        """An engine's state has changed, or it has confirmed a version between two syncs."""
+        self.engines = tuple(name for name in self.engines if name != engine)
+        for others in (self.engines_away, self.engines_out):
+            others.pop(engine, None)
+        told = writable(f"{now}: {reason}" if reason else now)
+        if now == "serving":
+            self.engines = tuple(sorted((*self.engines, engine)))
+        elif now == "out":
+            self.engines_out[engine] = reason
+        else:
+            self.engines_away[engine] = told
+        if log:
+            self.record("engine", engines=(engine,), weight_version=confirmed, reason=told)
+
+    def engine_out(self, engine: str, reason: str, *, confirmed: int | None = None) -> None:
+        """An engine was put out of service; in the sync under way it had confirmed a version."""
         logger.error("engine %s is out of service: %s", engine, reason)
-        self.engines_out[engine] = reason
+        self.engine_is(engine, "out", reason, confirmed=confirmed)
 
     def open_gate(self, engines: Iterable[str], *, reason: str | None = None) -> None:
         """These engines have confirmed the current version: dispatching may go on."""
         confirmed = tuple(sorted(engines))
-        for back in self.engines_out.keys() & confirmed:
-            del self.engines_out[back]
-        same, self.engines = confirmed == self.engines, confirmed
+        for others in (self.engines_away, self.engines_out):
+            for back in others.keys() & confirmed:
+                del others[back]
+        same, self._synced = confirmed == self._synced, confirmed
+        self.engines = confirmed
         self.gate_closed_for = None
         self.progress += 1
         self._emit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
@@ -65,6 +66,7 @@ class TrainPump:
         self._lasting_step: int | None = None  #: of the last bundle that is not `ft_only`
         self._resumed_metrics: Mapping[str, float | None] = {}
         self._longest_step_s = 0.0  #: without waiting for groups
+        self._cpu_s = 0.0  #: that this thread had computed at the end of the last step
         self._evicted = 0
         self._dropped = (0, 0)  #: prompts dropped after failures and shortfalls, at the last step
         self._aborted = state.ledger.counters["aborted"]  #: at the end of the last step
@@ -84,6 +86,7 @@ class TrainPump:
             self._lasting_step = None if resumed.ft_only else resumed.step
             self._resumed_metrics = resumed.metrics
         self._dropped = self._dropped_so_far()
+        self._cpu_s = time.thread_time()
         reason: EndReason = "max_steps"
         if await self._evaluate():
             self._write_metrics()
@@ -394,8 +397,10 @@ class TrainPump:
     def _report(self, lap: Stopwatch) -> None:
         state, counters = self._state, self._state.ledger.counters
         before, self._aborted = self._aborted, counters["aborted"]
+        cpu_s_before, self._cpu_s = self._cpu_s, time.thread_time()
         self.last_metrics |= {
             **lap.seconds,
+            "timing/train/controller_cpu_time": self._cpu_s - cpu_s_before,
             "train/aborted_stale_inflight_groups": self._aborted - before,
             "rollout/committed_total": counters["committed"],
             "rollout/dropped_total": counters["dropped"],

@@ -90,6 +90,7 @@ class WeightUpdates:
         self._drain_s = config.deadlines.rollout_s + self._deadline_s
         self._requests = state.requests if turns is None else turns.under_way
         self._put_out: dict[str, str] = {}  #: engines, in the sync under way
+        self._confirmed: Mapping[str, int] = {}  #: versions, in the sync under way
         if turns is not None:
             turns.attach(state)
 
@@ -115,12 +116,15 @@ class WeightUpdates:
                 be drained outlived theirs.
         """
         state, version = self._state, self._state.ledger.weight_version
-        self._put_out = {}
+        self._put_out, self._confirmed = {}, {}
         if self._drain:
             await self._wait_for_requests()
         try:
             await self._each("pause", self._sync.pause)
             confirmed = await self._each("transfer", lambda: self._transfer(version))
+            self._confirmed = confirmed
+            for back in self._put_out.keys() & confirmed:  # under its name, there is a new one
+                del self._put_out[back]
         except BaseException:
             try:
                 await self._resume()
@@ -193,7 +197,7 @@ class WeightUpdates:
                 "how many engines are left",
             )
             self._put_out[engine] = reason
-            self._state.engine_out(engine, reason)
+            self._state.engine_out(engine, reason, confirmed=self._confirmed.get(engine))
         return left > 0
 
     async def _resume(self) -> None:
@@ -201,5 +205,6 @@ class WeightUpdates:
             await self._each("resume", self._sync.resume)
         except EnginesFailed as exc:
             for engine in exc.failures.keys() - self._put_out.keys():
-                self._state.engine_out(engine, exc.failures[engine])
+                confirmed = self._confirmed.get(engine)
+                self._state.engine_out(engine, exc.failures[engine], confirmed=confirmed)
             raise

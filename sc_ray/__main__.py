@@ -119,7 +119,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_under(signals: Any, options: argparse.Namespace) -> int:
-    from sc_ray.settings import load_config  # torch comes with it, and takes its seconds
+    from sc_ray.settings import load_config
 
     config = load_config(options.config, options.settings)
     with RunDirectory(_out(options)) as run:
@@ -294,17 +294,18 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(told).decode())
         return DONE
-    from sc_ray.progress import step_line
+    from sc_ray.progress import engines_away, step_line
 
     age_s = time.time() - told.get("t", time.time())
     where = f"pid {pid}" if pid is not None else "not running"
     quiet_s = told.get("quiet_s", 0.0) if pid is not None else 0.0
-    out = told.get("engines_out") or {}
+    serving = ", ".join(told.get("engines") or ())
     print(f"{told.get('phase', 'starting')} ({where}), {age_s:.1f} s ago")
     for line in (
         step_line(told, told.get("max_steps", 0)),
         f"no step, evaluation, sync or save for {quiet_s:.0f} s" if quiet_s > _QUIET_S else "",
-        *(f"{engine} is out of service: {reason}" for engine, reason in out.items()),
+        f"engines: {serving}" if serving else "",
+        *(f"{engine} is {what}" for engine, what in engines_away(told).items()),
         f"conservation: {told['audit']}" if "audit" in told else "",
         f"checkpoints: {', '.join(told['bundles']) or 'none'}",
         f"error: {told['error']}" if "error" in told else "",

@@ -23,6 +23,13 @@ from sc_ray.kills import kill_tree
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, last_report
 
 _LOOK_EVERY_S = 0.005
+_WHAT_A_DRIVER_IMPORTS = (
+    "sc_ray.__main__",
+    "sc_ray.partition",
+    "sc_ray.setup",
+    "sc_ray.supervise",
+    "transformers.tokenization_utils_tokenizers",
+)
 
 
 class Stalled(ScError, TimeoutError):
@@ -124,7 +131,7 @@ class _Forked:
 
     def __init__(self, arguments: Sequence[str], output: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["sc_ray.supervise", "sc_ray.setup", "sc_ray.__main__"])
+        context.set_forkserver_preload([*_WHAT_A_DRIVER_IMPORTS])
         output.write_bytes(b"")
         self._process = context.Process(target=_drive, args=(arguments, str(output)))
         self._process.start()
@@ -180,7 +187,7 @@ def left_behind(run: Path) -> list[str]:
     Ray's are known by the name of their session, vLLM's by that of their files in memory, which
     holds the run's id.
     """
-    from sc_ray.setup import run_id  # torch comes with it
+    from sc_ray.setup import run_id  # Ray comes with it
 
     marks = [run_id(run)]
     found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"*{marks[0]}*")]

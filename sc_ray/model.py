@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sc_core import (
     ConfigError,
     RestoreError,
 )
+from sc_ray.lazy import lazy, much_is_imported
 
 if TYPE_CHECKING:
+    import safetensors.torch as safetensors_torch
+    import torch
+
     from sc_ray.tokenizer import Tokenizer
+else:
+    safetensors_torch = lazy("safetensors.torch")
+    torch = lazy("torch")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +82,9 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, *, seed: int) -> torc
     """
     if config.pretrained:
         return _open_pretrained(config.pretrained, tokenizer)
+    with much_is_imported():
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
     shape = msgspec.structs.asdict(config)
     del shape["pretrained"]
     qwen2 = Qwen2Config(
@@ -95,6 +102,9 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, *, seed: int) -> torc
 
 
 def _open_pretrained(directory: str, tokenizer: Tokenizer) -> torch.nn.Module:
+    with much_is_imported():
+        from transformers import AutoModelForCausalLM
+
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True
@@ -158,7 +168,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, fsync: boo
     staged = path.with_name(f"{path.name}.tmp")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(contiguous, staged, metadata={"format": "pt"})
+        safetensors_torch.save_file(contiguous, staged, metadata={"format": "pt"})
         if fsync:
             _sync(staged)
         staged.replace(path)
@@ -176,7 +186,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         RestoreError: there is no such file, or it is damaged.
     """
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
+        tensors: dict[str, torch.Tensor] = safetensors_torch.load_file(path)
     except (OSError, SafetensorError) as exc:
         raise RestoreError(f"{path} can't be read as safetensors: {exc}") from exc
     return tensors

@@ -69,6 +69,12 @@ def step_line(status: Mapping[str, Any], max_steps: int) -> str:
     )
 
 
+def engines_away(status: Mapping[str, Any]) -> dict[str, str]:
+    """Engines that do not serve now: what each is, and why."""
+    out = {engine: f"out: {why}" for engine, why in (status.get("engines_out") or {}).items()}
+    return {**(status.get("engines_away") or {}), **out}
+
+
 def learning_curve(metrics: Path, window: int = 10) -> str:
     """Mean reward over the first and the last steps of a run, from its metrics file."""
     rewards: dict[int, float] = {}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -26,13 +26,14 @@ from sc_core import (
     RolloutRecoveryConfig,
     decode,
 )
-from sc_ray.estimators import Baseline
+from sc_ray.estimators import AdvantagesConfig
 from sc_ray.generation.engine import VllmConfig
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
-from sc_ray.trainer.policy import OptimizerConfig
+from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
 
+HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
 COMMAND_LINE = "command line"  #: named as the source of what is wrong with a `key=value`
 
 
@@ -41,20 +42,38 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TaskConfig(_Settings, frozen=True):
-    """What is trained on: a built-in task, or a JSONL file."""
+    """What is trained on: a built-in task, or a JSONL file; and how it is put to the model."""
 
     name: str = "larger_digit"  #: of a built-in task; of no account if `jsonl` is given
     jsonl: str | None = None
-    """Path of a file with one `{"prompt": …, "answer": …}` per line."""
+    """Path of a file with one `{"prompt": …, "answer": …}` per line; `messages`, a list of
+    `{"role": …, "content": …}`, may take the place of `prompt`."""
     val_jsonl: str | None = None
     """Path of such a file with the prompts of evaluations. They are sampled as those of training
-    are: at `temperature`, and judged by `reward`."""
+    are, unless `val_temperature` says otherwise, and judged by the same reward."""
     held_out: int = 0
     """So many prompts of a built-in task are not trained on, but kept for evaluations. Like `name`,
     of no account if `jsonl` is given."""
-    reward: str | None = None  #: `module:function`; None: the task's own, or an exact match
+    reward: str | None = None
+    """`module:function`, called with prompt, completion and answer; None: the task's own, or an
+    exact match. It returns a number from 0 to 1, or several by name: see `Reward`."""
+    environment: str | None = None
+    """`module:Class`: what answers the model, turn by turn, and rewards it; see `Environment`. For
+    prompts of a JSONL file, which need no `answer` then."""
+    max_turns: int | None = None  #: completions of an episode; None: the task's own, or 8
     max_new_tokens: int | None = None  #: per completion; None: the task's own
+    characters: str = ""
+    """That the model of an `environment` reads or writes, besides those of prompts and answers; for
+    a model from random weights, whose tokens are characters."""
+    chat_template: bool | Literal["auto"] = "auto"
+    """Whether a prompt is put to the model as a user's message in the chat template of its
+    tokenizer, and an environment's reply as the next one. `auto`: if a pretrained model brings
+    a template."""
+    system_prompt: str | None = None
+    """In front of such a prompt; None: what the template itself puts there, if anything."""
     temperature: float = 1.0  #: of sampling
+    val_temperature: float | None = None
+    """Of sampling in evaluations: 0 takes the likeliest token each time; None: as in training."""
     shuffle: bool = True  #: each epoch in an order of its own
     drop_last: bool = False
     """Leave out the last prompts of each epoch, as its order has them, where they are too few for
@@ -66,8 +85,18 @@ class PolicyConfig(_Settings, frozen=True):
 
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
-    threads: int = 1  #: of torch, in the trainer's process
+    workers: int = 1
+    """Processes that train, data-parallel, on the driver's node: each takes its share of every
+    batch, and together they make the same steps as one, but for rounding. Can change between
+    restarts."""
+    sharding: Sharding = "fsdp2"
+    """What each of several workers holds: with `fsdp2` its part of weights, gradients and
+    optimizer, with `replicated` all of them."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """What they compute on; `auto`: GPUs, if Ray has one for each worker."""
+    threads: int = 1  #: of torch, in each of them
 
 
 class GenerationConfig(_Settings, frozen=True):
@@ -81,11 +110,6 @@ class GenerationConfig(_Settings, frozen=True):
     threads: int = 1  #: of torch, in each of them
     gpus: float = 0  #: of each of them, that Ray keeps for it; vLLM uses those
     vllm: VllmConfig = VllmConfig()
-
-
-class AdvantagesConfig(_Settings, frozen=True):
-    baseline: Baseline = "leave_one_out"
-    normalize: bool = False  #: divide by the group's standard deviation
 
 
 class ClusterConfig(_Settings, frozen=True):
@@ -123,6 +147,7 @@ class TrainConfig(_Settings, frozen=True):
 
     def __post_init__(self) -> None:
         for key, value in (
+            ("policy.workers", self.policy.workers),
             ("policy.threads", self.policy.threads),
             ("generation.workers", self.generation.workers),
             ("generation.threads", self.generation.threads),
@@ -130,11 +155,18 @@ class TrainConfig(_Settings, frozen=True):
             ("cluster.num_cpus", self.cluster.num_cpus),
             ("cluster.storage_units", self.cluster.storage_units),
             ("task.max_new_tokens", self.task.max_new_tokens),
+            ("task.max_turns", self.task.max_turns),
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
         if not self.generation.gpus >= 0:
             raise ConfigError(f"generation.gpus is {self.generation.gpus}; it must be at least 0")
+        at_least = self.async_rl.generation_fleet_health.min_healthy_shards
+        if at_least > self.generation.workers:
+            raise ConfigError(
+                f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
+                f" {self.generation.workers} of generation.workers"
+            )
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(
                 f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"
@@ -146,7 +178,8 @@ class TrainConfig(_Settings, frozen=True):
             )
         if self.task.held_out < 0:
             raise ConfigError(f"task.held_out is {self.task.held_out}; it must be at least 0")
-        mine = self.task.jsonl is None and self.task.held_out
+        own = self.task.held_out or self.task.name in HOLDS_OUT
+        mine = self.task.jsonl is None and own
         if self.grpo.evaluates and self.task.val_jsonl is None and not mine:
             raise ConfigError(
                 "grpo.val_period, val_at_start or val_at_end asks for an evaluation, and there are"
@@ -154,12 +187,22 @@ class TrainConfig(_Settings, frozen=True):
             )
         if not self.task.temperature >= 0:
             raise ConfigError(f"task.temperature is {self.task.temperature}; it must be at least 0")
+        at = self.task.val_temperature
+        if at is not None and not at >= 0:
+            raise ConfigError(f"task.val_temperature is {at}; it must be at least 0")
+        if self.task.reward is not None and self.task.environment is not None:
+            raise ConfigError(
+                "task.reward and task.environment are both set; an environment gives rewards itself"
+            )
+        if self.task.environment is not None and self.task.jsonl is None:
+            raise ConfigError("task.environment is set, and its prompts are not: set task.jsonl")
         loop = self.event_loop
         if loop != "asyncio" and importlib.util.find_spec(loop) is None:
             raise ConfigError(
                 f"event_loop is {loop}, which is not installed: pip install"
                 f" 'single-controller[{loop}]'"
             )
+        self.policy.scheduler.over(self.grpo.max_num_steps)  # as does this
         _ = self.controller  # it refuses what is impossible
 
     @property
@@ -174,9 +217,10 @@ class TrainConfig(_Settings, frozen=True):
 
     @property
     def cpus_needed(self) -> int:
-        """Ray CPUs of all processes: trainer, generation, controller, and TransferQueue's own."""
-        trainer = controller = index = 1
-        return trainer + self.generation.workers + controller + index + self.cluster.storage_units
+        """Ray CPUs of all processes: trainers, generation, controller, and TransferQueue's own."""
+        controller = index = 1
+        workers = self.policy.workers + self.generation.workers
+        return workers + controller + index + self.cluster.storage_units
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
 import ray
 
 from sc_core import (
+    AdvantageEstimator,
     BundleStore,
     CallTimeout,
     ConfigError,
@@ -35,28 +36,45 @@ from sc_core import (
     build_sampler,
     check_capacity,
     check_resume,
+    check_scope,
     in_thread,
     restore,
 )
 from sc_ray.actor import SingleControllerActor
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
-from sc_ray.estimators import GrpoAdvantages
 from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
+from sc_ray.generation.health import FleetHealth
 from sc_ray.generation.port import RayEngine, RayRollouts
-from sc_ray.generation.worker import GenerationActor
+from sc_ray.generation.start import EngineMaker, GenerationStart
 from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.lazy import much_is_imported
 from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
+from sc_ray.phrasing import Phrasing
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
-from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
+from sc_ray.tasks import (
+    Task,
+    guess_digit,
+    hold_out,
+    larger_digit,
+    load_environment,
+    load_jsonl,
+    load_reward,
+    two_digit_sums,
+)
+from sc_ray.tasks.jsonl import read_prompts
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
+from sc_ray.trainer.seat import Seat, worker_name
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 from sc_ray.weights import FileWeightSync
+
+if TYPE_CHECKING:
+    from sc_ray.trainer.peers import Rendezvous
 
 Resume = Literal["auto", "never"] | Path
 
@@ -69,6 +87,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     task: Task
     tokenizer: Tokenizer
+    chat: bool = False  #: whether prompts go into the chat template
 
     @classmethod
     def of(cls, config: TrainConfig) -> Prepared:
@@ -85,13 +104,16 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             if pretrained
             else Tokenizer.of_characters(task.alphabet())
         )
+        chat = _uses_chat_template(config, tokenizer)
+        phrasing = Phrasing(tokenizer=tokenizer, chat=chat, system_prompt=config.task.system_prompt)
+        phrasing.check(task)
         check_engine(config.generation.engine, batch_invariant=config.generation.batch_invariant)
-        build_estimator(config)
+        check_scope(config.controller, build_estimator(config))
         sampler = build_sampler(config.async_rl.sampler, config.grpo.num_prompts_per_step)
         check_capacity(config.controller, sampler)
         if config.cluster.address is None:
             check_cpus(config, config.cluster.num_cpus)
-        return cls(task=task, tokenizer=tokenizer)
+        return cls(task=task, tokenizer=tokenizer, chat=chat)
 
 
 class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,9 +124,15 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     sent: SentStore
     rows: TransferQueueSpec
     task: Task
-    trainer: Any  #: handle of a `TrainerActor`
+    trainers: Mapping[str, Any]  #: handles of `TrainerActor`s, by name, in the order of ranks
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
+    generation_start: GenerationStart  #: of others like them
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
+
+    def __post_init__(self) -> None:
+        """Import what `open` uses: the actor wants it there when it gets these arguments."""
+        with much_is_imported():
+            import sc_ray.partition  # noqa: F401
 
     @property
     def event_loop(self) -> EventLoop:
@@ -113,6 +141,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SingleController]:
         """Become the writer of the run directory, and build the controller on this event loop.
+
+        As long as this is open, the engines are looked after.
 
         Raises:
             RunInUse: another process writes bundles there.
@@ -134,7 +164,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             opened.callback(events.close)
             metrics = JsonlMetrics(run_dir / METRICS)
             opened.callback(metrics.close)
-            trainer = RayTrainer(self.trainer)
+            trainer = RayTrainer(self.trainers)
             parcels = Parcels()
             engines = [
                 RayEngine(actor, name=name, parcels=parcels if name in self.far else None)
@@ -147,23 +177,39 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
             )
             opened.callback(sync.close)
-            rollouts = RayRollouts(engines)
+            rollouts = RayRollouts(engines, overlong_filtering=config.grpo.overlong_filtering)
+            maker = EngineMaker(self.generation_start, parcels)
+            opened.callback(maker.close)
+            fleet = RayFleet(sync, rollouts)
+            health = FleetHealth(
+                fleet,
+                engines,
+                config.async_rl.generation_fleet_health,
+                make=maker.make,
+                start_s=config.cluster.start_deadline_s,
+                in_thread=in_thread,
+            )
+            fleet.attach(health)
             ports = Ports(
                 connect=self._connect,
                 source=build_prompts(config, self.task),
                 worker=rollouts,
                 trainer=trainer,
                 weight_sync=sync,
-                fleet=RayFleet(sync, rollouts),
+                fleet=fleet,
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
                 bundles=store if config.checkpointing.enabled else None,
                 validation=build_held_out(self.task),
             )
-            yield SingleController(
+            controller = SingleController(
                 config.controller, ready, ports, runner=runner, settings=to_plain(config)
             )
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(health.run, controller, name="engine health")
+                yield controller
+                beside.cancel_scope.cancel()
 
     async def _connect(self, ready: ReadyStore) -> DataPlane:
         return await in_thread(self.rows.connect)
@@ -200,7 +246,7 @@ def setup_single_controller(
         check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
-        generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
+        start, generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -210,7 +256,7 @@ def setup_single_controller(
         )
         bootstrap = TransferQueueBootstrap(rows)
         on_exit.callback(bootstrap.close)
-        trainer = _start_trainer(config, prepared, rows, on_exit)
+        trainers, rendezvous = _start_trainer(config, prepared, rows, on_exit)
         say("restoring")
         ready = anyio.run(
             partial(
@@ -229,15 +275,22 @@ def setup_single_controller(
             if bundle is None
             else f"resuming from {bundle.path}, step {bundle.step} of {config.grpo.max_num_steps}"
         )
-        far = anyio.run(_until_up, RayTrainer(trainer), generation, config.cluster.start_deadline_s)
+        far = anyio.run(
+            _until_up,
+            RayTrainer(trainers),
+            rendezvous,
+            generation,
+            config.cluster.start_deadline_s,
+        )
     return SingleControllerActorArgs(
         config=config,
         run_dir=run_dir,
         sent=ready.send(),
         rows=rows,
         task=prepared.task,
-        trainer=trainer,
+        trainers=trainers,
         generation=generation,
+        generation_start=start,
         far=far,
     )
 
@@ -276,21 +329,40 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
         ConfigError: there is no such task, file or reward function, or a line is no prompt.
     """
     reward = None if config.reward is None else load_reward(config.reward)
+    environment = None if config.environment is None else load_environment(config.environment)
+    turns = config.max_turns
     if config.jsonl is not None:
-        task = load_jsonl(Path(config.jsonl), reward=reward or exact_match)
+        task = load_jsonl(Path(config.jsonl), reward=reward, environment=environment)
+        turns = turns or (_TURNS if environment else None)
     elif config.name in _BUILT_IN:
-        task = hold_out(_BUILT_IN[config.name](seed=seed), config.held_out)
+        task = _BUILT_IN[config.name](seed=seed)
+        if config.held_out:
+            task = hold_out(task, config.held_out)
     else:
         near = difflib.get_close_matches(config.name, _BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else f"built in: {', '.join(_BUILT_IN)}"
         raise ConfigError(f"task.name: there is no task {config.name}; {hint}")
     if config.val_jsonl is not None:
-        task = msgspec.structs.replace(task, held_out=load_jsonl(Path(config.val_jsonl)).prompts)
+        held_out = read_prompts(Path(config.val_jsonl), answers=task.environment is None)
+        task = msgspec.structs.replace(task, held_out=held_out)
+    if reward is not None and task.environment is not None:
+        raise ConfigError(f"task.reward is set, and task {task.name} has an environment")
     return msgspec.structs.replace(
         task,
         reward=reward or task.reward,
+        max_turns=turns or task.max_turns,
         max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+        characters=task.characters + config.characters,
     )
+
+
+def _uses_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> bool:
+    wanted = config.task.chat_template
+    if wanted == "auto":
+        return bool(config.policy.model.pretrained) and tokenizer.has_chat_template
+    if wanted and not tokenizer.has_chat_template:
+        raise ConfigError("task.chat_template is true, and the tokenizer has no chat template")
+    return wanted
 
 
 def build_prompts(config: TrainConfig, task: Task) -> TaskPrompts:
@@ -309,12 +381,12 @@ def build_held_out(task: Task) -> HeldOutPrompts | None:
     return HeldOutPrompts(task.held_out) if task.held_out else None
 
 
-def build_estimator(config: TrainConfig) -> GrpoAdvantages:
-    """Raises ConfigError if a group is too small for the baseline."""
-    return GrpoAdvantages(
-        baseline=config.advantages.baseline,
-        normalize_by_std=config.advantages.normalize,
+def build_estimator(config: TrainConfig) -> AdvantageEstimator:
+    """Raises ConfigError if a group is too small for it."""
+    loss = config.policy.loss
+    return config.advantages.build(
         group_size=config.grpo.num_generations_per_prompt,
+        kl_in_reward=loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0,
     )
 
 
@@ -329,7 +401,13 @@ def run_id(run_dir: Path) -> str:
     return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
 
 
-_BUILT_IN = {"larger_digit": larger_digit}
+_BUILT_IN = {
+    "larger_digit": larger_digit,
+    "guess_digit": guess_digit,
+    "two_digit_sums": two_digit_sums,
+}
+_TURNS = 8
+"""Of an episode with an environment of the user's, unless the settings say more."""
 
 
 # workers -------------------------------------------------------------------------------
@@ -340,7 +418,7 @@ def _start_generation(
     prepared: Prepared,
     run_id: str,
     on_exit: ExitStack,
-) -> dict[str, Any]:
+) -> tuple[GenerationStart, dict[str, Any]]:
     spec = GenerationSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
@@ -348,21 +426,24 @@ def _start_generation(
         run_seed=config.grpo.seed,
         run_id=run_id,
         temperature=config.task.temperature,
+        val_temperature=config.task.val_temperature,
+        chat=prepared.chat,
+        system_prompt=config.task.system_prompt,
         engine=config.generation.engine,
         batch_invariant=config.generation.batch_invariant,
         max_batch_rows=config.generation.max_batch_rows,
         threads=config.generation.threads,
         vllm=config.generation.vllm,
     )
+    start = GenerationStart(
+        spec=spec, spread=config.cluster.spread_generation, gpus=config.generation.gpus
+    )
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
         name = f"generation-{rank}"
-        where = "SPREAD" if config.cluster.spread_generation else this_node()
-        actors[name] = GenerationActor.options(
-            scheduling_strategy=where, num_gpus=config.generation.gpus
-        ).remote(spec, name)
+        actors[name] = start.start(name)
         on_exit.callback(kill, actors[name])
-    return actors
+    return start, actors
 
 
 def _start_trainer(
@@ -370,30 +451,67 @@ def _start_trainer(
     prepared: Prepared,
     rows: TransferQueueSpec,
     on_exit: ExitStack,
-) -> Any:
+) -> tuple[dict[str, Any], Rendezvous | None]:
+    workers = config.policy.workers
+    device = _device(config.policy.device, workers)
     spec = TrainerSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
         rows=rows,
         optimizer=config.policy.optimizer,
+        scheduler=config.policy.scheduler.over(config.grpo.max_num_steps),
         loss=config.policy.loss,
         temperature=config.task.temperature,
         seed=config.grpo.seed,
         threads=config.policy.threads,
+        device=device,
+        sharding=config.policy.sharding,
+        reference=config.policy.loss.needs_reference,
     )
-    actor = TrainerActor.options(scheduling_strategy=this_node()).remote(spec)
-    on_exit.callback(kill, actor)
-    return actor
+    rendezvous, seats = None, list[Seat | None]([None])
+    if workers > 1:
+        start_s, call_s = config.cluster.start_deadline_s, config.async_rl.deadlines.trainer_s
+        from sc_ray.trainer.peers import Rendezvous  # torch comes with it
+
+        rendezvous = Rendezvous(workers, start_s=start_s, call_s=call_s)
+        on_exit.callback(rendezvous.close)
+        seats = list(rendezvous.seats)
+    started = TrainerActor.options(
+        scheduling_strategy=this_node(), num_gpus=1 if device == "cuda" else 0
+    )
+    actors: dict[str, Any] = {}
+    for rank, seat in enumerate(seats):
+        name = worker_name(rank)
+        actors[name] = started.remote(spec, seat)
+        on_exit.callback(kill, actors[name])
+    return actors, rendezvous
+
+
+def _device(wanted: str, workers: int) -> str:
+    """`cpu` or `cuda`. Raises ConfigError if Ray lacks the GPUs asked for."""
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    if wanted == "cuda" and gpus < workers:
+        raise ConfigError(
+            f"policy.device is cuda: {workers} trainer workers need as many GPUs of Ray, which"
+            f" has {gpus:g}"
+        )
+    if wanted == "auto":
+        return "cuda" if gpus >= workers else "cpu"
+    return wanted
 
 
 async def _until_up(
-    trainer: RayTrainer, generation: Mapping[str, Any], deadline_s: float
+    trainer: RayTrainer,
+    rendezvous: Rendezvous | None,
+    generation: Mapping[str, Any],
+    deadline_s: float,
 ) -> frozenset[str]:
     """Wait for every worker; returns the names of those that are on another node."""
     with anyio.move_on_after(deadline_s) as deadline:
         await trainer.ping()
     if deadline.cancelled_caught:
-        raise CallTimeout(f"starting {trainer.name}", deadline_s)
+        late = None if rendezvous is None else rendezvous.missing()
+        raise CallTimeout(f"starting {', '.join(late or trainer.names)}", deadline_s)
     here = ray.get_runtime_context().get_node_id()
     nodes = await _nodes_of(generation, deadline_s)
     return frozenset(name for name, node in nodes.items() if node != here)

@@ -18,7 +18,7 @@ from sc_core import (
     root_cause,
 )
 from sc_ray.bridge import await_ref
-from sc_ray.progress import Console, step_line
+from sc_ray.progress import Console, engines_away, step_line
 from sc_ray.run_directory import CHECKPOINTS, LOGS, RunDirectory, published
 from sc_ray.workers import answer
 
@@ -159,6 +159,7 @@ class _View:
         self._max_steps = max_steps
         self._bundles = published(run.path)
         self._warnings = 0  #: of the controller that were shown
+        self._away: dict[str, str] = {}  #: engines that don't serve, and why, as shown
 
     async def keep_up(self) -> None:
         while True:
@@ -174,6 +175,7 @@ class _View:
         if line:
             self._console.state(status["last_metrics"]["step"], line)
         self._warn(status)
+        self._tell_of_engines(status)
         for name, identity in reversed(bundles.items()):
             if self._bundles.get(name) != identity:
                 self._console.say(f"saved {self._run.path / CHECKPOINTS / name}")
@@ -181,6 +183,18 @@ class _View:
         phase = "running" if self._signals.stopped_by is None else "stopping"
         told = {"max_steps": self._max_steps, "bundles": list(bundles)}
         self._run.report(phase, {**told, **status})
+
+    def _tell_of_engines(self, status: Mapping[str, Any]) -> None:
+        """Show which engines were lost or came back since the last look."""
+        if "engines" not in status:
+            return
+        away = engines_away(status)
+        for engine, told in away.items():
+            if self._away.get(engine) != told:
+                self._console.say(f"{engine} is {told}")
+        for engine in self._away.keys() & set(status["engines"]):
+            self._console.say(f"{engine} is back")
+        self._away = away
 
     def _warn(self, status: Mapping[str, Any]) -> None:
         """Show what the controller's log has of warnings and errors since the last look."""

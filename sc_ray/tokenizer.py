@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+from jinja2 import TemplateError
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sc_core import (
     ConfigError,
     DataFailure,
     RestoreError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import transformers
+else:
+    transformers = lazy("transformers")
 
 PAD, EOS = "<pad>", "<eos>"
+_GENERATION = "generation_config.json"
+_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError)
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, so that what `save` writes is what vLLM and others load."""
+    """A Hugging Face tokenizer, so that what `save` writes is what vLLM and others load.
 
-    def __init__(self, pipeline: PreTrainedTokenizerFast) -> None:
+    Args:
+        eos_ids: tokens that end a completion besides the tokenizer's own end-of-text token; some
+            chat models end a turn by another one.
+    """
+
+    def __init__(
+        self, pipeline: transformers.PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()
+    ) -> None:
         self._pipeline = pipeline
         self.vocab_size: int = len(pipeline)
         self.eos_id: int = pipeline.eos_token_id
+        self.eos_ids: frozenset[int] = frozenset({self.eos_id, *eos_ids})
+        self.has_chat_template: bool = pipeline.chat_template is not None
         pad = pipeline.pad_token_id
         self.pad_id: int = self.eos_id if pad is None else pad  #: masked wherever it is used
         # None: a vocabulary that can spell any text
@@ -48,7 +67,7 @@ class Tokenizer:
         pipeline.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         pipeline.decoder = decoders.Fuse()
         return cls(
-            PreTrainedTokenizerFast(
+            transformers.PreTrainedTokenizerFast(
                 tokenizer_object=pipeline,
                 pad_token=PAD,
                 eos_token=EOS,
@@ -61,14 +80,17 @@ class Tokenizer:
     def load(cls, directory: Path) -> Tokenizer:
         """What `save` wrote, or the tokenizer of a pretrained model.
 
+        The end tokens of a `generation_config.json` beside it count as its own.
+
         Raises:
             RestoreError: the directory holds no tokenizer, or a damaged one.
         """
         # AutoTokenizer goes by the model beside it, and adds the special tokens of a real Qwen2
         whole = (directory / "tokenizer.json").is_file()
-        kind = PreTrainedTokenizerFast if whole else AutoTokenizer
+        kind = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
         try:
-            return cls(kind.from_pretrained(str(directory), local_files_only=True))
+            pipeline = kind.from_pretrained(str(directory), local_files_only=True)
+            return cls(pipeline, _end_tokens(directory / _GENERATION))
         except (OSError, ValueError, KeyError) as exc:
             reason = str(exc).splitlines()[0]
             raise RestoreError(f"no tokenizer can be loaded from {directory}: {reason}") from exc
@@ -76,6 +98,9 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` and its configuration, all of it JSON."""
         self._pipeline.save_pretrained(str(directory))
+        if len(self.eos_ids) > 1:
+            ends = msgspec.json.encode({"eos_token_id": sorted(self.eos_ids)})
+            (directory / _GENERATION).write_bytes(ends)
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token."""
@@ -101,6 +126,54 @@ class Tokenizer:
                 f" {''.join(sorted(known))!r}"
             ) from None
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation in the model's chat template, up to where it is to speak.
+
+        Raises:
+            DataFailure: the template refuses it: its roles, most often.
+        """
+        return self._encode_rendered(self._render(messages, speak=True))
+
+    def encode_reply(self, text: str, *, after_eos: bool) -> list[int]:
+        """The ids of what follows a model's turn: a reply by the user, up to the next turn.
+
+        Args:
+            after_eos: whether that turn ended in an end token; if not, one comes first here.
+
+        Raises:
+            DataFailure: the template refuses it, or shows earlier turns otherwise once there are
+                later ones, so that nothing can be put after what a model has read.
+        """
+        said = "\N{ASTERISM}"  # in place of the turn, whose tokens stay as they were sampled
+        before = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        shown = self._render(before, speak=False)
+        whole = self._render([*before, {"role": "user", "content": text}], speak=True)
+        if not whole.startswith(shown) or said not in shown:
+            raise DataFailure(
+                "the chat template shows earlier turns otherwise in a longer conversation; it can't"
+                " be used for several turns"
+            )
+        ends = self._pipeline.convert_ids_to_tokens(sorted(self.eos_ids))
+        turn_end = shown[shown.rindex(said) + len(said) :]
+        end = next((end for end in ends if turn_end.startswith(end)), "")
+        following = turn_end[len(end) :] + whole[len(shown) :]
+        return self._encode_rendered(following if after_eos else end + following)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, speak: bool) -> str:
+        try:
+            shown: Any = self._pipeline.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=speak,
+            )
+        except _TEMPLATE_ERRORS as exc:
+            raise DataFailure(f"the chat template refuses {list(messages)!r}: {exc}") from exc
+        return str(shown)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        ids: list[int] = self._pipeline.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
         text: str = self._pipeline.backend_tokenizer.decode(
@@ -109,9 +182,25 @@ class Tokenizer:
         return text
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion, without the end-of-text token that finished it.
+        """The text of a completion, without the end token that finished it.
 
         A special token anywhere else stays visible: it is no part of a right answer.
         """
-        ended = len(token_ids) > 0 and token_ids[-1] == self.eos_id
+        ended = len(token_ids) > 0 and token_ids[-1] in self.eos_ids
         return self.decode(token_ids[:-1] if ended else token_ids)
+
+
+def _end_tokens(path: Path) -> list[int]:
+    """`eos_token_id` of a `generation_config.json`, which is one number, several or none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not path.is_file():
+        return []
+    ends = msgspec.json.decode(path.read_bytes(), type=_GenerationConfig).eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else ends
+
+
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None

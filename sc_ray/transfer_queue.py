@@ -15,14 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 import ray
-import torch
-import transfer_queue
 
 from sc_core import (
     CallTimeout,
@@ -36,7 +34,17 @@ from sc_core import (
     settle,
 )
 from sc_ray.bridge import LoopThread, await_future, result_within, within
-from sc_ray.partition import CONTROLLER, NAMESPACE, Partition
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+    import transfer_queue
+
+    from sc_ray import partition
+else:
+    torch = lazy("torch")
+    transfer_queue = lazy("transfer_queue")
+    partition = lazy("sc_ray.partition")
 
 R = TypeVar("R")
 Work = Callable[[], Coroutine[Any, Any, R]]
@@ -93,7 +101,7 @@ class _Client:
         self._partition = within(
             spec.start_deadline_s,
             "connecting to TransferQueue",
-            partial(Partition.connect, spec.partition, spec.start_deadline_s),
+            partial(partition.Partition.connect, spec.partition, spec.start_deadline_s),
         )
         self._loop: LoopThread | None = LoopThread("TransferQueue client")
         # Keeps a client that nobody closed alive until the process ends: collecting it would
@@ -357,7 +365,9 @@ def processes_of(spec: TransferQueueSpec) -> dict[str, Any]:
     Raises:
         WorkerDied: one is not there.
     """
-    wanted: dict[str, tuple[str, str | None]] = {"TransferQueue's index": (CONTROLLER, NAMESPACE)}
+    wanted: dict[str, tuple[str, str | None]] = {
+        "TransferQueue's index": (partition.CONTROLLER, partition.NAMESPACE)
+    }
     for rank, name in enumerate(_unit_names(spec)):
         wanted[f"TransferQueue's storage unit {rank}"] = (name, None)
     found = {}
@@ -382,7 +392,7 @@ async def _translated(call: str, work: Callable[[], Awaitable[R]]) -> R:
 def _start(spec: TransferQueueSpec) -> None:
     if not ray.is_initialized():
         raise DataPlaneError("TransferQueue needs Ray: call ray.init() first")
-    if _is_there(CONTROLLER, NAMESPACE):
+    if _is_there(partition.CONTROLLER, partition.NAMESPACE):
         raise DataPlaneError("this Ray cluster has a TransferQueue already, and it can't have two")
     needed, there = spec.storage_units + 1, ray.cluster_resources().get("CPU", 0)
     if there < needed:  # TransferQueue would wait for ever
@@ -424,7 +434,7 @@ def _stop(spec: TransferQueueSpec) -> None:
     """End the actors, and wait until their names are free: a start would else find them dying."""
     within(spec.start_deadline_s, "stopping TransferQueue", transfer_queue.close)
     give_up = time.monotonic() + spec.start_deadline_s
-    while _is_there(CONTROLLER, NAMESPACE) or any(
+    while _is_there(partition.CONTROLLER, partition.NAMESPACE) or any(
         _is_there(name, None) for name in _unit_names(spec)
     ):
         if time.monotonic() > give_up:

@@ -45,6 +45,24 @@ class Engine(Protocol):
         """Generate by these weights from now on; returns the version that was loaded."""
 
 
+class Keeper(Protocol):
+    """Who looks after engines: it hears of their deaths, and knows whether one will come (back)."""
+
+    def died(self, engine: Engine, reason: str) -> None: ...
+
+    def expects_more(self) -> bool: ...
+
+
+class Nobody:
+    """Looks after no engine: none comes in place of one that died."""
+
+    def died(self, engine: Engine, reason: str) -> None:
+        pass
+
+    def expects_more(self) -> bool:
+        return False
+
+
 class FileWeightSync:
     """A `WeightSync` for a trainer and engines on one node, which share its files.
 
@@ -53,7 +71,8 @@ class FileWeightSync:
     the directory for temporary files. It is removed by `close`; if the process dies first, by
     the next run of the same `run_id` on the node.
 
-    Engines may join and leave at any time, from any thread or event loop.
+    Engines may join and leave at any time, from any thread or event loop. While there are none
+    and the `keeper` expects one, a transfer waits for the first that joins.
 
     Args:
         run_id: letters, digits, `-` and `_`.
@@ -81,8 +100,12 @@ class FileWeightSync:
         self._lock = threading.Lock()  #: over what follows; never held over an await
         self._engines = tuple(engines)
         self._version: int | None = None  #: of the last transfer
-        self._sync_over: concurrent.futures.Future[None] | None = None  #: while one is under way
+        self._syncing = False
+        self._awaits_one = False  #: the sync under way has weights, and no engine to give them to
+        self._news: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Of the next change of all this; then there is another one."""
         self._closed = False
+        self.keeper: Keeper = Nobody()
         self._run_id = run_id
         self._memory = MemoryDirectory(run_id, parent=parent)
         remove_leftovers(run_id, parent=parent)
@@ -104,10 +127,22 @@ class FileWeightSync:
         """Names of those that take part in syncs."""
         return tuple(engine.name for engine in self._engines)
 
-    async def join(self, engine: Engine, *, within_s: float) -> None:
+    @property
+    def syncing(self) -> bool:
+        """Whether a sync is under way: between its pause and the end of its resume."""
+        return self._syncing
+
+    def look_again(self) -> None:
+        """Let those who wait see that the keeper expects others than before."""
+        with self._lock:
+            news, self._news = self._news, concurrent.futures.Future()
+        news.set_result(None)
+
+    async def join(self, engine: Engine, *, within_s: float) -> int | None:
         """Let an engine take part in syncs, as soon as it has the weights of the last one.
 
-        A sync under way is waited for. Before the first one there are no weights to give.
+        Returns the version that it confirmed; before the first sync there is none to give. A
+        sync under way is waited for, unless it is that sync which waits for an engine.
 
         Raises:
             ConfigError: there is an engine of that name.
@@ -122,12 +157,12 @@ class FileWeightSync:
                         raise WeightSyncError(f"{engine.name} can't join: the run is over")
                     if engine.name in self.engines:
                         raise ConfigError(f"there is an engine {engine.name} already")
-                    version, over = self._version, self._sync_over
-                    if over is None and version is None:
+                    version, news, may_join = self._version, self._news, self._may_join()
+                    if may_join and version is None:
                         self._engines += (engine,)
-                        return
-                if over is not None:
-                    await await_future(over)
+                        return None
+                if not may_join:
+                    await await_future(news)
                     continue
                 assert version is not None
                 failure: Exception | None = None
@@ -139,17 +174,22 @@ class FileWeightSync:
                 except Exception as exc:  # the file may have gone meanwhile
                     failure, problem = exc, str(exc)
                 with self._lock:
-                    if self._version != version or self._sync_over is not None:
+                    if self._version != version or not self._may_join():
                         continue  # there are newer weights, or will be soon
                     if problem:
                         raise WeightSyncError(
                             f"{engine.name} can't join: it did not confirm version {version}:"
                             f" {problem}"
                         ) from failure
-                    if engine.name not in self.engines and not self._closed:
-                        self._engines += (engine,)
-                        return
+                    if engine.name in self.engines or self._closed:
+                        continue
+                    self._engines += (engine,)
+                self.look_again()
+                return version
         raise CallTimeout(f"join of engine {engine.name}", within_s)
+
+    def _may_join(self) -> bool:
+        return not self._syncing or self._awaits_one
 
     def leave(self, name: str) -> int:
         """Leave an engine out from now on; returns how many are left."""
@@ -167,7 +207,7 @@ class FileWeightSync:
 
         Raises:
             EnginesFailed: these engines failed; the others have loaded.
-            WorkerDied: no engine is left.
+            WorkerDied: no engine is left, and none is expected.
         """
         self._sync_begins()
         path = self._path(version)
@@ -177,6 +217,8 @@ class FileWeightSync:
         )
         with self._lock:
             self._version = version
+        if not confirmed:
+            confirmed = await self._of_the_first(version)
         if all(at == version for at in confirmed.values()):
             await in_thread(self._keep_only, path)
         return confirmed
@@ -189,7 +231,7 @@ class FileWeightSync:
     def close(self) -> None:
         """Remove the files. Blocks; may be called again. Who waits to join learns of it."""
         self._closed = True
-        self._sync_ends()
+        self._sync_ends()  # wakes those who wait
         self._memory.close()
 
     def _path(self, version: int) -> Path:
@@ -197,14 +239,26 @@ class FileWeightSync:
 
     def _sync_begins(self) -> None:
         with self._lock:
-            if self._sync_over is None:
-                self._sync_over = concurrent.futures.Future()
+            self._syncing = True
 
     def _sync_ends(self) -> None:
-        with self._lock:
-            over, self._sync_over = self._sync_over, None
-        if over is not None:
-            over.set_result(None)
+        self._syncing = False
+        self.look_again()
+
+    async def _of_the_first(self, version: int) -> dict[str, int]:
+        """Wait for an engine to join with the weights of the sync under way."""
+        self._awaits_one = True
+        self.look_again()  # who waits to join may do so now
+        try:
+            while True:
+                news = self._news
+                if self._engines:
+                    return dict.fromkeys(self.engines, version)
+                if not self.keeper.expects_more():
+                    raise WorkerDied("every engine", "none is left to take the weights")
+                await await_future(news)
+        finally:
+            self._awaits_one = False
 
     async def _each(self, what: str, work: Callable[[Engine], Awaitable[R]]) -> dict[str, R]:
         """Call all engines at once; one that fails doesn't stop the others.
@@ -234,12 +288,15 @@ class FileWeightSync:
         for name in {each.name for each in engines} - {*results, *failures, *deaths}:
             failures[name] = CallCancelled(f"{what} was cancelled by something outside this run")
         if deaths:
+            dead = [engine for engine in engines if engine.name in deaths]
             with self._lock:
-                self._engines = tuple(each for each in self._engines if each.name not in deaths)
+                self._engines = tuple(each for each in self._engines if each not in dead)
+            for engine in dead:
+                self.keeper.died(engine, deaths[engine.name].reason)
             told = "; ".join(str(deaths[name]) for name in sorted(deaths))
-            if not self._engines:
+            if not self._engines and not self.keeper.expects_more():
                 raise WorkerDied("every engine that was left", told)
-            logger.warning("weights no longer go to those that died: %s", told)
+            logger.info("weights no longer go to those that died: %s", told)
         if failures:
             cause = failures[min(failures)]
             raise EnginesFailed(what, {name: str(exc) for name, exc in failures.items()}) from cause

@@ -18,7 +18,13 @@ from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import inline
 from sc_core.config import DeadlinesConfig, RolloutRecoveryConfig
 from sc_core.cut import check_cut
-from sc_core.errors import BundleInconsistent, EstimatorError, WrongAnswer, root_cause
+from sc_core.errors import (
+    BundleInconsistent,
+    ConfigError,
+    EstimatorError,
+    WrongAnswer,
+    root_cause,
+)
 from sc_core.estimates import check_estimates
 from sc_core.filters import ZeroVarianceFilter
 from sc_core.ledger import Ledger
@@ -148,6 +154,50 @@ async def test_slices_do_not_mix_groups() -> None:
     rewards = {ordinal: [float(ordinal), float(ordinal + 3)] for ordinal in range(40)}
     found = await Stage(rewards).run()
     assert found == {ordinal: [-1.5, 1.5] for ordinal in range(40)}
+
+
+async def test_an_estimator_of_the_whole_chunk_gets_it_in_one_call() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class OverAll(MeanBaseline):
+        def estimate(self, columns: Any, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
+            seen.append(tuple(group_sizes))
+            kept = [r for r, m in zip(columns["reward"], columns["masked"], strict=True) if not m]
+            mean = sum(kept) / len(kept)
+            return {"advantage": [reward - mean for reward in columns["reward"]]}
+
+    rewards = {ordinal: [float(ordinal), float(ordinal)] for ordinal in range(41)}
+    stage = Stage(rewards, {40: [0, 1]}, OverAll(scope="chunk"))
+    found = await stage.run()
+    assert seen == [(2,) * 41]
+    assert found == {ordinal: [ordinal - 19.5] * 2 for ordinal in range(41)}
+    assert [call for call in stage.plane.told if call.startswith("put")] == ["put 0", "put 0 done"]
+
+
+@pytest.mark.parametrize(("chunk", "fine"), [(None, True), (4, True), (3, False), (1, False)])
+async def test_a_step_in_chunks_is_refused_where_the_whole_is_compared(
+    chunk: int | None, fine: bool
+) -> None:
+    config = settings(steps=1)
+    rl = replace(config.async_rl, min_groups_for_streaming_train=chunk)
+    run = MemoryRun(replace(config, async_rl=rl), range(100))
+    run.estimator = MeanBaseline(scope="chunk")
+    if fine:
+        assert await run.run() is not None
+        return
+    with pytest.raises(
+        ConfigError, match=rf"min_groups_for_streaming_train is {chunk}, .* all 4 groups of a step"
+    ):
+        await run.run()
+    run.estimator = MeanBaseline()
+    assert await run.run() is not None
+
+
+async def test_a_scope_that_nobody_knows_is_refused() -> None:
+    run = MemoryRun(settings(steps=1), range(100))
+    run.estimator = MeanBaseline(scope="batch")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="scope is 'batch'; it is one of group, chunk"):
+        await run.run()
 
 
 # the overlap -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +25,14 @@ from sc_core.errors import (
     SaveError,
     StallError,
     WeightSyncError,
+    WorkerDied,
 )
 from sc_core.events import Event
 from sc_core.filters import ZeroVarianceFilter
 from sc_core.records import Prompt
 from sc_core.restore import check_resume
 from sc_core.testing import MemoryRun
+from sc_core.testing.ports import MeanBaseline
 
 pytestmark = pytest.mark.anyio
 
@@ -295,6 +298,22 @@ async def test_an_engine_that_does_not_confirm_ends_the_run() -> None:
     assert not run.engines.paused
 
 
+async def test_somebody_beside_the_run_can_end_it_by_an_error() -> None:
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if prompt.ordinal == 9:
+            assert run.controller is not None
+            run.controller.fail(WorkerDied("too many engines", "3 of 4"))
+            run.controller.fail(WorkerDied("another", "later"))
+            await anyio.sleep_forever()
+
+    run = MemoryRun(settings(), range(100), script=script)
+    with pytest.raises(WorkerDied, match="too many engines died: 3 of 4"):
+        await run.run()
+    assert run.log.events[-1].event == "stopped"
+    assert run.log.events[-1].reason == "failed: WorkerDied: too many engines died: 3 of 4"
+    assert audit(run.log.events).ok
+
+
 async def test_a_stall_names_what_it_waits_for() -> None:
     async def never(prompt: Prompt, sibling: int, version: int) -> None:
         if prompt.ordinal == 6:
@@ -533,3 +552,17 @@ async def test_a_power_cut_after_a_bundle_leaves_a_log_that_reaches_its_cut(seed
     result = await run.run()
     assert result is not None and result.step == 12
     assert fates(run)["trained"] >= 48
+
+
+async def test_a_step_says_how_long_the_controllers_thread_computed() -> None:
+    class Busy(MeanBaseline):
+        def estimate(self, columns: Any, group_sizes: Any) -> dict[str, list[Any]]:
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            return super().estimate(columns, group_sizes)
+
+    run = MemoryRun(settings(steps=2), prompts=range(100))
+    run.estimator = Busy()
+    await run.run()
+    assert all(0.02 <= line["timing/train/controller_cpu_time"] < 10 for line in run.metrics.steps)

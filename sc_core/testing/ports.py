@@ -18,7 +18,7 @@ import msgspec
 
 from sc_core.disk import LOCAL, Disk
 from sc_core.errors import BundleDamaged, EndOfPrompts, EnginesFailed, RolloutError, WorkerDied
-from sc_core.ports import Columns, DataPlane
+from sc_core.ports import Columns, DataPlane, EstimatorScope
 from sc_core.records import Batch, Prompt, PulledPrompt, Sample
 from sc_core.watched import Watched
 
@@ -153,6 +153,8 @@ class MemoryEngines:
         self._syncing = Watched(False)
         self._faults: dict[tuple[str, str], int] = {}
         self.out: dict[str, str] = {}  #: engines that were put out, and why
+        self.on_join: Callable[[str, int], object] = lambda engine, version: None
+        """Called when one has joined, with the version that it confirmed."""
         self.rollouts: list[tuple[int, int, int]] = []  #: ordinal, sibling, version of each call
 
     @property
@@ -184,6 +186,7 @@ class MemoryEngines:
             await anyio.lowlevel.checkpoint()  # the weights are on their way
             if not self._syncing.value and engine.version == self._version:
                 self._engines[name] = engine
+                self.on_join(name, engine.version)
                 return
 
     def leave(self, name: str) -> None:
@@ -219,6 +222,7 @@ class MemoryEngines:
                 reward=reward,
                 tokens=4 + sibling,
                 end_weight_version=engine.version,
+                engine=name,
             )
         raise RolloutError(f"{name} was put out of service: {self.out[name]}")
 
@@ -275,8 +279,9 @@ class MeanBaseline:
 
     select_fields = ("reward", "masked")
 
-    def __init__(self, *, heavy: bool = False) -> None:
+    def __init__(self, *, heavy: bool = False, scope: EstimatorScope = "group") -> None:
         self.heavy = heavy
+        self.scope = scope
 
     def estimate(self, columns: Columns, group_sizes: Sequence[int]) -> dict[str, list[Any]]:
         advantages: list[float] = []

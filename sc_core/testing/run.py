@@ -129,9 +129,13 @@ class MemoryRun:
             fleet=self.engines if self.replaceable else None,
             turns=self.turns,
         )
-        return SingleController(
+        controller = SingleController(
             self.config, ready, ports, runner=self.runner, clock=anyio.current_time
         )
+        self.engines.on_join = lambda engine, version: controller.engine_is(
+            engine, "serving", confirmed=version
+        )
+        return controller
 
     async def run(
         self, *, crash_when: Callable[[Event], bool] | None = None, seed: int = 0

@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import torch
 
 from sc_core import (
     ConfigError,
 )
+from sc_ray.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,32 +47,50 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Of each token under the distribution it was drawn from; 0 at temperature 0."""
     text: str  #: without the end-of-text token
     finish_reason: Literal["eos", "length"]
-    weight_version: int
+    weight_version: int  #: that sampled the last token
+    replies: Sequence[tuple[int, int]] = ()
+    """Ranges of `token_ids`, start and end, that an environment wrote: with log-prob 0. No engine
+    makes them; see `episodes`."""
 
 
-def request_seed(run_seed: int, ordinal: int, sibling: int, weight_version: int) -> int:
+def request_seed(
+    run_seed: int, ordinal: int, sibling: int, weight_version: int, turn: int = 0
+) -> int:
     """A seed that is the same in every process and differs between any two requests of a run.
 
-    It is 63 bits of BLAKE2b over the four numbers.
+    It is 63 bits of BLAKE2b over the numbers; the first turn, 0, is left out.
     """
     numbers = struct.pack(">4q", run_seed, ordinal, sibling, weight_version)
+    if turn:
+        numbers += struct.pack(">q", turn)
     digest = hashlib.blake2b(numbers, digest_size=8, person=b"sc request").digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def rollout_row(
-    prompt_ids: Sequence[int], completion: Completion, *, reward: float
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    *,
+    reward: float,
+    components: Sequence[float] = (),
 ) -> dict[str, torch.Tensor]:
     """The columns of one sibling's row, as a trainer reads them.
 
     With T tokens in prompt and completion together: `input_ids` int64 `[T]`; `completion_mask`
-    int64 `[T]`, 1 where a token was sampled; `generation_logprobs` float32 `[T]`, zero elsewhere;
-    `reward` float32 `[1]`.
+    int64 `[T]`, 1 where a token was sampled, 0 in the prompt and in replies;
+    `generation_logprobs` float32 `[T]`, zero elsewhere; `reward` float32 `[1]`; and, where the
+    reward has K components, `rewards` float32 `[K]`.
     """
     before, after = len(prompt_ids), len(completion.token_ids)
-    return {
+    mask = torch.tensor([0] * before + [1] * after)
+    for start, end in completion.replies:
+        mask[before + start : before + end] = 0
+    row = {
         "input_ids": torch.tensor([*prompt_ids, *completion.token_ids]),
-        "completion_mask": torch.tensor([0] * before + [1] * after),
+        "completion_mask": mask,
         "generation_logprobs": torch.tensor([0.0] * before + list(completion.logprobs)),
         "reward": torch.tensor([reward], dtype=torch.float32),
     }
+    if components:
+        row["rewards"] = torch.tensor(components, dtype=torch.float32)
+    return row

@@ -39,6 +39,10 @@ class BatchingEngine:
         self._waiting: deque[_Call] = deque()
         self._paused = False
 
+    @property
+    def room(self) -> int:
+        return self._engine.room
+
     async def start(self) -> None:
         """Return at once: it is ready."""
 

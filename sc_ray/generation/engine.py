@@ -16,6 +16,7 @@ from sc_core import (
     DataFailure,
 )
 from sc_ray.generation import Completion, Request
+from sc_ray.lazy import much_is_imported
 from sc_ray.model import ModelConfig, build_model
 from sc_ray.tasks import Task
 from sc_ray.tokenizer import Tokenizer
@@ -61,6 +62,9 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int = 0  #: of all sampling; see `request_seed`
     run_id: str = "engine"  #: of its files in memory, so that the next start finds leftovers
     temperature: float = 1.0
+    val_temperature: float | None = None  #: of evaluations; None: the same
+    chat: bool = False  #: prompts and replies go into the chat template; see `Phrasing`
+    system_prompt: str | None = None
     engine: str = "torch"  #: `torch`, `vllm`, or a custom one as `module:Class`
     batch_invariant: bool = False  #: a completion does not depend on its company, to the last bit
     max_batch_rows: int = 256  #: rows that run together; bounds memory
@@ -76,6 +80,10 @@ class Engine(Protocol):
 
     Every method but `close` raises `WorkerDied` once the engine can't go on.
     """
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest prompt and completion together; known after `start`."""
 
     async def start(self) -> None:
         """Return once it is ready to work; may be called again, and by several at once.
@@ -129,8 +137,9 @@ def build_engine(spec: GenerationSpec) -> Engine:
 
         return VllmEngine(spec)
     if spec.engine == "torch":
-        from sc_ray.generation.batching import BatchingEngine
-        from sc_ray.generation.torch_engine import TorchEngine
+        with much_is_imported():
+            from sc_ray.generation.batching import BatchingEngine
+            from sc_ray.generation.torch_engine import TorchEngine
 
         engine = TorchEngine(
             build_model(spec.model, spec.tokenizer, seed=spec.run_seed),

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Protocol
 
 from sc_core import (
     ConfigError,
 )
 from sc_ray.generation.port import RayEngine, RayRollouts
-from sc_ray.weights import FileWeightSync
+from sc_ray.weights import FileWeightSync, Keeper
 
 logger = logging.getLogger(__name__)
+
+
+class FleetKeeper(Keeper, Protocol):
+    """Who looks after a fleet; see `FleetHealth`."""
+
+    def was_put_out(self, engine: str, reason: str) -> None:
+        """An engine lives and failed a sync: it gets neither weights nor requests any more."""
+
+    def expected(self) -> int:
+        """How many engines that don't serve now will, as far as one can tell."""
 
 
 class RayFleet:
@@ -19,14 +31,38 @@ class RayFleet:
     def __init__(self, sync: FileWeightSync, rollouts: RayRollouts) -> None:
         self._sync = sync
         self._rollouts = rollouts
+        self._keeper: FleetKeeper | None = None
 
-    async def join(self, engine: RayEngine, *, within_s: float = 600.0) -> None:
+    def attach(self, keeper: FleetKeeper) -> None:
+        """Have somebody hear of every engine that is lost, and be asked whether others come."""
+        self._keeper = self._sync.keeper = self._rollouts.keeper = keeper
+
+    @property
+    def syncing(self) -> bool:
+        """Whether weights are on their way."""
+        return self._sync.syncing
+
+    def look_again(self) -> None:
+        """Let syncs and rollouts that wait for an engine see that fewer are expected."""
+        self._sync.look_again()
+        self._rollouts.look_again()
+
+    async def join(
+        self,
+        engine: RayEngine,
+        *,
+        within_s: float = 600.0,
+        confirmed: Callable[[int | None], object] = lambda version: None,
+    ) -> None:
         """Give an engine the weights of the last sync, then requests.
+
+        `confirmed` is called in between, with the version; None before the first sync.
 
         Raises: as `FileWeightSync.join`; the engine then gets neither.
         """
-        await self._sync.join(engine, within_s=within_s)
+        version = await self._sync.join(engine, within_s=within_s)
         try:
+            confirmed(version)
             self._rollouts.join(engine)
         except ConfigError:
             self._sync.leave(engine.name)
@@ -41,9 +77,22 @@ class RayFleet:
         """
         if name not in self._sync.engines or self._sync.engines == (name,):
             raise ConfigError(f"engine {name} can't leave; there are {self._sync.engines}")
-        self._rollouts.leave(name)
+        self.quarantine(name, f"{name} has left")
+
+    def quarantine(self, name: str, why: str) -> None:
+        """As `leave`, whoever else there is."""
+        self._rollouts.leave(name, why)
         self._sync.leave(name)
 
     def put_out(self, engine: str, reason: str) -> int:
-        self._rollouts.put_out(engine, reason)
-        return self._sync.leave(engine)
+        """Send an engine neither weights nor requests; those it has end in a `RolloutError`."""
+        left = self.cut_off(engine, f"{engine} was put out of service: {reason}")
+        if self._keeper is None:
+            return left
+        self._keeper.was_put_out(engine, reason)
+        return left + self._keeper.expected()
+
+    def cut_off(self, name: str, why: str) -> int:
+        """As `put_out`, for the keeper; returns how many are left."""
+        self._rollouts.put_out(name, why)
+        return self._sync.leave(name)

@@ -25,9 +25,11 @@ from sc_core import (
     WorkerDied,
 )
 from sc_ray.bridge import await_future
+from sc_ray.cluster import kill
 from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import Example, Rollouts
 from sc_ray.parcels import Parcels
+from sc_ray.weights import Keeper, Nobody
 from sc_ray.workers import answer, died
 
 Choice = Literal["least_loaded", "by_ordinal"]
@@ -73,6 +75,27 @@ class RayEngine:
         found: list[Example] = await answer(self.name, self._actor.examples.remote(count))
         return found
 
+    async def check(self) -> None:
+        """Return if the worker answers and its engine lives.
+
+        Raises:
+            WorkerDied: the worker's process is gone, or it says that its engine is.
+            RolloutError: it is out of reach at the moment.
+        """
+        try:
+            await answer(self.name, self._actor.check.remote())
+        except WorkerDied as death:
+            report = death.__cause__
+            if isinstance(report, RayActorError) and not isinstance(report, ActorDiedError):
+                raise RolloutError(str(death)) from death
+            raise
+        except Exception as exc:  # the worker's own
+            raise WorkerDied(self.name, f"its engine: {type(exc).__name__}: {exc}") from exc
+
+    def end(self) -> None:
+        """End the worker's process, if it is still there."""
+        kill(self._actor)
+
     async def ready(self) -> None:
         """Wait until the worker's engine is built.
 
@@ -96,27 +119,46 @@ class RayRollouts:
 
     Siblings of a group that are asked for in the same tick of the event loop make one call to
     one worker. Once the last of them has been cancelled, so is the call. Engines may join and
-    leave at any time, from any thread or event loop.
+    leave at any time, from any thread or event loop. While there is none and the `keeper` expects
+    one, siblings wait for it.
 
     Args:
         choice: `least_loaded` gives a group to the worker with the fewest siblings under way;
             `by_ordinal` gives a prompt always to the same one, as long as all live.
 
+        overlong_filtering: whether a sibling that was cut off at a length limit is masked.
+
     Raises:
         ConfigError: no engines, or two of one name.
     """
 
-    def __init__(self, engines: Sequence[RayEngine], *, choice: Choice = "least_loaded") -> None:
+    def __init__(
+        self,
+        engines: Sequence[RayEngine],
+        *,
+        choice: Choice = "least_loaded",
+        overlong_filtering: bool = False,
+    ) -> None:
         self._engines = {engine.name: engine for engine in engines}
         if not engines or len(self._engines) < len(engines):
             names = [engine.name for engine in engines]
             raise ConfigError(f"rollouts need engines of different names, and got {names}")
         self._choice = choice
+        self._overlong_filtering = overlong_filtering
         self._lock = threading.Lock()  #: over changes of `_engines`, which is replaced, not changed
         self._calls: dict[str, set[_Call]] = {}  #: under way, by engine
         self._under_way = dict.fromkeys(self._engines, 0)  #: siblings, by engine
         self._deaths: dict[str, str] = {}  #: what became of it, by engine
         self._gathering: dict[tuple[GroupId, int], _Call] = {}
+        self._news: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Of the next engine that joins, or of an end of expectations; then there is another."""
+        self.keeper: Keeper = Nobody()
+
+    def look_again(self) -> None:
+        """Let those who wait see that the keeper expects others than before."""
+        with self._lock:
+            news, self._news = self._news, concurrent.futures.Future()
+        news.set_result(None)
 
     def join(self, engine: RayEngine) -> None:
         """Send requests to an engine more, which has weights to generate by.
@@ -130,19 +172,19 @@ class RayRollouts:
             self._deaths.pop(engine.name, None)
             self._under_way.setdefault(engine.name, 0)
             self._engines = {**self._engines, engine.name: engine}
+        self.look_again()
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, why: str = "") -> None:
         """Send an engine no more requests. Those it has go on."""
         if name in self._engines:
-            self._bury(name, f"{name} has left")
+            self._bury(name, why or f"{name} has left")
 
-    def put_out(self, name: str, reason: str) -> None:
+    def put_out(self, name: str, why: str) -> None:
         """Send an engine no more requests; those it has end in a RolloutError. On their loop."""
-        told = f"{name} was put out of service: {reason}"
         if name in self._engines:
-            self._bury(name, told)
+            self._bury(name, why)
         for call in tuple(self._calls.get(name, ())):
-            call.fail(RolloutError(told))
+            call.fail(RolloutError(why))
 
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """One sibling, with the columns of `rollout_row`.
@@ -150,10 +192,11 @@ class RayRollouts:
         Raises:
             DataFailure: the prompt is at fault, or the reward function fails on it.
             RolloutError: a worker failed or died; another attempt goes to one that lives.
-            WorkerDied: none is left.
+            WorkerDied: none is left, and none is expected.
         """
         key = (prompt.group_id, weight_version)
-        call = self._gathering.get(key)
+        while (call := self._gathering.get(key)) is None and not self._some_live():
+            await self._somebody()
         first = call is None
         if call is None:
             call = self._gathering[key] = _Call(self._choose(prompt.ordinal))
@@ -173,6 +216,17 @@ class RayRollouts:
             if call.leave():
                 self._calls[call.engine.name].discard(call)
 
+    def _some_live(self) -> bool:
+        return len(self._engines) > len(self._deaths)
+
+    async def _somebody(self) -> None:
+        """Wait for news, unless no engine will come."""
+        news = self._news
+        if not self._some_live():
+            if not self.keeper.expects_more():
+                raise self._none_left()
+            await await_future(news)
+
     def _choose(self, ordinal: int) -> RayEngine:
         alive = [engine for name, engine in self._engines.items() if name not in self._deaths]
         if not alive:
@@ -187,7 +241,7 @@ class RayRollouts:
                 return
             self._deaths[name] = told
             left = len(self._engines) - len(self._deaths)
-        logger.warning("%s; %d of %d generation workers live", told, left, len(self._engines))
+        logger.info("%s; %d of %d generation workers serve", told, left, len(self._engines))
 
     def _none_left(self) -> WorkerDied:
         return WorkerDied("every generation worker", "; ".join(self._deaths.values()))
@@ -201,22 +255,30 @@ class RayRollouts:
             dead = isinstance(report, ActorDiedError)  # not one that is only out of reach
             if dead and self._engines.get(name) is call.engine:  # and not its successor
                 self._bury(name, str(death))
-            if len(self._deaths) == len(self._engines):
+                self.keeper.died(call.engine, death.reason)
+            if not self._some_live() and not self.keeper.expects_more():
                 raise self._none_left() from report
             raise RolloutError(str(death)) from report
         except RayTaskError as report:
             cause = report.cause
+            if isinstance(cause, WorkerDied) and self._engines.get(name) is call.engine:
+                self._bury(name, str(cause))  # the worker lives, its engine does not
+                self.keeper.died(call.engine, cause.reason)
             kind = DataFailure if isinstance(cause, DataFailure) else RolloutError
             what = "" if isinstance(cause, ScError) else f"{type(cause).__name__}: "
             raise kind(f"{name}: {what}{cause}") from report  # its own for each sibling
         except RolloutError as out:  # of `put_out`; likewise
             raise RolloutError(str(out)) from out
         completion, reward = rollouts.completions[place], rollouts.rewards[place]
+        components = rollouts.components[place] if rollouts.components else ()
+        row = rollout_row(rollouts.prompt_ids, completion, reward=reward, components=components)
         return Sample(
-            fields=rollout_row(rollouts.prompt_ids, completion, reward=reward),
+            fields=row,
             reward=reward,
-            tokens=len(completion.token_ids),
+            tokens=int(row["completion_mask"].sum()),
             end_weight_version=completion.weight_version,
+            engine=name,
+            masked=self._overlong_filtering and completion.finish_reason == "length",
         )
 
 

@@ -52,9 +52,11 @@ class TorchEngine:
         self.batch_invariant = batch_invariant
         self._model: Any = model.eval()
         self._tokenizer = tokenizer
+        config: Any = model.config
+        self.room: int = config.max_position_embeddings  #: tokens read and written together
         self._max_cached_tokens = max_cached_tokens
         # Invariant: all of it computed by the weights of `weight_version`.
-        self._prefixes: OrderedDict[_Tokens, _Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[int, _Tokens], _Prefix] = OrderedDict()
         self._cached_tokens = 0
         # transformers calls it past_key_values before 5.24 and warns about that name since
         forward = inspect.signature(self._model.forward).parameters
@@ -92,8 +94,8 @@ class TorchEngine:
             DataFailure: a prompt is empty, or leaves no room for `max_new_tokens`.
         """
         for request in requests:
-            refuse_unfit(request, room=self._model.config.max_position_embeddings)
-        drafts = [_Draft(request, self._tokenizer.eos_id) for request in requests]
+            refuse_unfit(request, room=self.room)
+        drafts = [_Draft(request, self._tokenizer.eos_ids) for request in requests]
         if self.batch_invariant:
             for draft in drafts:
                 self._finish_alone(draft)
@@ -106,7 +108,7 @@ class TorchEngine:
             token_ids=draft.token_ids,
             logprobs=draft.logprobs,
             text=self._tokenizer.completion_text(draft.token_ids),
-            finish_reason="eos" if draft.token_ids[-1] == self._tokenizer.eos_id else "length",
+            finish_reason="eos" if draft.ended else "length",
             weight_version=self.weight_version,
         )
 
@@ -114,30 +116,35 @@ class TorchEngine:
 
     def _finish_alone(self, draft: _Draft) -> None:
         tokens = tuple(draft.request.prompt_ids)
-        prefix = self._read(tokens, None)
+        at_once = len(tokens)
+        prefix = self._read(tokens, None, at_once)
         while True:
             ((token, logprob),) = _draw(prefix.logits, [draft])
             draft.append(token, logprob)
             if draft.finished:
                 return
             tokens = (*tokens, token)
-            prefix = self._read(tokens, prefix)
+            prefix = self._read(tokens, prefix, at_once)
 
-    def _read(self, tokens: _Tokens, before: _Prefix | None) -> _Prefix:
-        """What follows `tokens`, of which `before` is all but the last; None reads them all."""
-        known = self._prefixes.get(tokens)
+    def _read(self, tokens: _Tokens, before: _Prefix | None, at_once: int) -> _Prefix:
+        """What follows `tokens`, of which `before` is all but the last; None reads them all.
+
+        So many were read `at_once`, and the rest one by one: other bits than in another way.
+        """
+        key = (at_once, tokens)
+        known = self._prefixes.get(key)
         if known is not None:
-            self._prefixes.move_to_end(tokens)
+            self._prefixes.move_to_end(key)
             return known
         config = self._model.config
         cache: Any = DynamicCache(before.layers if before else None, config=config)
         unread = tokens[-1:] if before else tokens
         logits = self._forward(cache, torch.tensor([unread]))
         layers = tuple((layer.keys, layer.values) for layer in cache.layers)
-        prefix = self._prefixes[tokens] = _Prefix(logits, layers)
+        prefix = self._prefixes[key] = _Prefix(logits, layers)
         self._cached_tokens += len(tokens)
         while self._cached_tokens > self._max_cached_tokens:
-            oldest, _ = self._prefixes.popitem(last=False)
+            (_, oldest), _ = self._prefixes.popitem(last=False)
             self._cached_tokens -= len(oldest)
         return prefix
 
@@ -185,12 +192,13 @@ class TorchEngine:
 class _Draft:
     """A completion under way."""
 
-    def __init__(self, request: Request, eos_id: int) -> None:
+    def __init__(self, request: Request, eos_ids: frozenset[int]) -> None:
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.finished = False
-        self._eos_id = eos_id
+        self.ended = False  #: by an end token
+        self._eos_ids = eos_ids
         self._generator = torch.Generator().manual_seed(request.seed)
 
     def uniform(self) -> torch.Tensor:
@@ -200,7 +208,8 @@ class _Draft:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         full = len(self.token_ids) == self.request.max_new_tokens
-        self.finished = full or token == self._eos_id
+        self.ended = token in self._eos_ids
+        self.finished = full or self.ended
 
 
 def _draw(logits: torch.Tensor, drafts: Sequence[_Draft]) -> list[tuple[int, float]]:

@@ -58,6 +58,11 @@ class VllmEngine:
         self._broken = ""  #: why it can't be used, though its process lives
         self._numbers = itertools.count()
 
+    @property
+    def room(self) -> int:
+        assert self._started is not None, "it is known once `start` has returned"
+        return self._started.room
+
     async def start(self) -> None:
         await self._ready()
 
@@ -169,7 +174,7 @@ class VllmEngine:
                     for token, of in zip(tokens, output.logprobs, strict=True)
                 ],
                 text=self._spec.tokenizer.completion_text(tokens),
-                finish_reason="eos" if tokens[-1] == self._spec.tokenizer.eos_id else "length",
+                finish_reason="eos" if tokens[-1] in self._spec.tokenizer.eos_ids else "length",
                 weight_version=versions[-1],
             )
 

@@ -35,7 +35,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     llm: Any  #: the `AsyncLLM`
     dead_error: type[Exception]  #: that it raises once its core has ended
     room: int  #: tokens of the longest prompt and completion together
-    eos_id: int
+    eos_ids: frozenset[int]
     tensors: Mapping[str, tuple[int, ...]]  #: of a weights file, by name; all float32
 
     def translated(self, request: Request) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             temperature=request.temperature,
             seed=request.seed,
             max_tokens=request.max_new_tokens,
-            stop_token_ids=[self.eos_id],
+            stop_token_ids=sorted(self.eos_ids),
             logprobs=0,  # of the token that was sampled, and no other
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -116,7 +116,7 @@ def start_vllm(spec: GenerationSpec, memory: Path) -> Started:
         llm=llm,
         dead_error=EngineDeadError,
         room=config.model_config.max_model_len,
-        eos_id=spec.tokenizer.eos_id,
+        eos_ids=spec.tokenizer.eos_ids,
         tensors=tensors,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +15,13 @@ from sc_core import (
     Prompt,
     RolloutError,
 )
-from sc_ray.bridge import await_future
+from sc_ray.bridge import LoopThread, await_future
 from sc_ray.generation import Completion, Request, request_seed
 from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, build_engine
+from sc_ray.generation.episodes import Episode, hear_all
 from sc_ray.parcels import Content
-from sc_ray.tasks import Reward
+from sc_ray.phrasing import Phrasing
+from sc_ray.tasks.task import prompt_text
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,15 +37,18 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
     """Siblings of one prompt as they leave the worker: numbers, since tensors pickle slowly."""
 
     prompt_ids: Sequence[int]
-    completions: Sequence[Completion]
+    completions: Sequence[Completion]  #: of several turns, with the replies between them
     rewards: Sequence[float]
+    components: Sequence[Sequence[float]] = ()
+    """What each reward is made of, by the order of the names; empty where it is one number."""
 
 
 class GenerationWorker:
     """Generates siblings and judges them, many prompts at a time.
 
     With `batch_invariant`, a completion follows from the weights, the prompt, its ordinal, the
-    sibling, the weight version of its stamp and the run's seed, and from nothing else.
+    sibling, the weight version of its stamp and the run's seed, and from nothing else; a later
+    turn also from its environment, and from the weights that serve it then.
     """
 
     def __init__(self, spec: GenerationSpec, name: str = "generation-0") -> None:
@@ -57,7 +60,11 @@ class GenerationWorker:
         self._spec = spec
         self._name = name
         self._engine = build_engine(spec)
-        self._judge = concurrent.futures.ThreadPoolExecutor(1, "reward")
+        self._phrasing = Phrasing(
+            tokenizer=spec.tokenizer, chat=spec.chat, system_prompt=spec.system_prompt
+        )
+        self._judge = LoopThread("reward")
+        self._component_names: tuple[str, ...] | None = None  #: once there was a reward
         self._recent: deque[Example] = deque(maxlen=64)
 
     async def rollouts(
@@ -65,58 +72,88 @@ class GenerationWorker:
     ) -> Rollouts:
         """Generate these siblings of a prompt, and the reward of each. Waits while paused.
 
+        After each turn, those whose episode goes on are generated together.
+
         A `ray.cancel` takes effect at once: what waits is not generated, and what runs is
         finished and thrown away, as it is if the caller only stops listening.
 
         Raises:
-            DataFailure: the prompt is at fault, or the reward function fails on it.
+            DataFailure: the prompt is at fault, or the reward function or environment fails on it.
             RolloutError: the engine has older weights than `weight_version`.
         """
-        spec = self._spec
-        item = _item(prompt)
-        prompt_ids = spec.tokenizer.encode(item["prompt"])
-        requests = [
-            Request(
-                prompt_ids=prompt_ids,
-                seed=request_seed(spec.run_seed, prompt.ordinal, sibling, weight_version),
-                max_new_tokens=spec.task.max_new_tokens,
-                temperature=spec.temperature,
+        item = _item(prompt, answers=self._spec.task.environment is None)
+        prompt_ids = self._phrasing.prompt_ids(item)
+        await self._engine.start()
+        episodes = [
+            Episode(
+                self._spec.task,
+                item,
+                self._phrasing,
+                prompt_ids,
+                sibling=sibling,
+                room=self._engine.room,
             )
             for sibling in siblings
         ]
-        completions = await self._engine.generate(requests)
-        served = min(completion.weight_version for completion in completions)
-        if served < weight_version:
-            raise RolloutError(
-                f"weight version {weight_version} was asked for, and this engine has "
-                + ("none" if served == NO_WEIGHTS else f"version {served}")
-            )
-        rewards = await await_future(self._judge.submit(self._score, item, completions))
-        return Rollouts(prompt_ids=prompt_ids, completions=completions, rewards=rewards)
-
-    def _score(self, item: Mapping[str, Any], completions: Sequence[Completion]) -> list[float]:
-        task, rewards = self._spec.task, []
-        for completion in completions:
+        for turn in range(self._spec.task.max_turns):
+            going = [episode for episode in episodes if not episode.over]
+            if not going:
+                break
+            requests = [self._request(prompt, one, weight_version, turn) for one in going]
+            completions = await self._engine.generate(requests)
+            _refuse_older(completions, weight_version)
+            heard = self._judge.submit(hear_all(going, completions))
             try:
-                reward = task.score(item, completion.text)
-            except DataFailure:
-                raise
-            except Exception as exc:  # the function is the user's: it may raise anything
-                raise DataFailure(
-                    f"the reward function {_name_of(task.reward)} failed on prompt"
-                    f" {item['prompt']!r} and completion {completion.text!r}:"
-                    f" {type(exc).__name__}: {exc}"
-                ) from exc
-            rewards.append(reward)
+                await await_future(heard)
+            finally:
+                heard.cancel()
+        return self._rollouts(item, prompt_ids, episodes)
+
+    def _request(self, prompt: Prompt, episode: Episode, weight_version: int, turn: int) -> Request:
+        spec = self._spec
+        temperature = spec.temperature
+        if prompt.ordinal < 0 and spec.val_temperature is not None:
+            temperature = spec.val_temperature
+        return Request(
+            prompt_ids=episode.read_ids,
+            seed=request_seed(spec.run_seed, prompt.ordinal, episode.sibling, weight_version, turn),
+            max_new_tokens=spec.task.max_new_tokens,
+            temperature=temperature,
+        )
+
+    def _rollouts(
+        self, item: Mapping[str, Any], prompt_ids: Sequence[int], episodes: Sequence[Episode]
+    ) -> Rollouts:
+        completions = [episode.completion() for episode in episodes]
+        scores = [episode.score() for episode in episodes]
+        for completion, score in zip(completions, scores, strict=True):
+            self._check_components(tuple(score.components), item)
             self._recent.append(
                 Example(
-                    prompt=item["prompt"],
+                    prompt=prompt_text(item),
                     completion=completion.text,
-                    reward=reward,
+                    reward=score.reward,
                     weight_version=completion.weight_version,
                 )
             )
-        return rewards
+        named = bool(self._component_names)
+        return Rollouts(
+            prompt_ids=prompt_ids,
+            completions=completions,
+            rewards=[score.reward for score in scores],
+            components=[list(score.components.values()) for score in scores] if named else (),
+        )
+
+    def _check_components(self, names: tuple[str, ...], item: Mapping[str, Any]) -> None:
+        """Rows of a run have the same columns, of the same length."""
+        if self._component_names is None:
+            self._component_names = names
+        if names != self._component_names:
+            raise DataFailure(
+                f"the reward for prompt {prompt_text(item)!r} has the components"
+                f" {', '.join(names) or 'none'}, and an earlier one"
+                f" {', '.join(self._component_names) or 'none'}; they must always be the same"
+            )
 
     async def pause(self) -> None:
         """Hold all requests; returns once nothing is generated any more."""
@@ -170,17 +207,21 @@ GenerationActor = ray.remote(num_cpus=1, max_concurrency=10_000)(GenerationWorke
 """Held requests take no thread: the number bounds nothing but a runaway."""
 
 
-def _item(prompt: Prompt) -> Mapping[str, Any]:
+def _item(prompt: Prompt, *, answers: bool) -> Mapping[str, Any]:
     item = prompt.payload
     if not isinstance(item, Mapping):
         raise DataFailure(f"prompt {prompt.ordinal} is a {type(item).__name__}, not an object")
-    for key in ("prompt", "answer"):
+    text = () if item.get("messages") else ("prompt",)
+    for key in (*text, "answer") if answers else text:
         if not isinstance(item.get(key), str):
             raise DataFailure(f"prompt {prompt.ordinal} has no text under the key {key!r}: {item}")
     return item
 
 
-def _name_of(reward: Reward) -> str:
-    if inspect.isfunction(reward):
-        return f"{reward.__module__}:{reward.__qualname__}"
-    return repr(reward)
+def _refuse_older(completions: Sequence[Completion], weight_version: int) -> None:
+    served = min(completion.weight_version for completion in completions)
+    if served < weight_version:
+        raise RolloutError(
+            f"weight version {weight_version} was asked for, and this engine has "
+            + ("none" if served == NO_WEIGHTS else f"version {served}")
+        )

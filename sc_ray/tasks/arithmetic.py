@@ -1,10 +1,13 @@
-"""The built-in task: which of two digits is the larger."""
+"""Built-in tasks with numbers: the larger of two digits, and sums for a model that can read."""
 
 from __future__ import annotations
 
 import random
+import re
 
 from sc_ray.tasks.task import Task
+
+_HELD_OUT_SUMS = 100
 
 
 def larger_digit(*, seed: int = 0) -> Task:
@@ -30,3 +33,29 @@ def right_digit(prompt: str, completion: str, answer: str) -> float:
     if completion == answer:
         return 1.0
     return 0.5 if completion.startswith(answer) else 0.0
+
+
+def two_digit_sums(*, seed: int = 0) -> Task:
+    """All 8,100 questions such as `What is 34 + 57?`, for a pretrained model.
+
+    100 of them are held out for evaluations. `seed` settles which, and the order.
+    """
+    questions = [
+        {"prompt": f"What is {left} + {right}?", "answer": str(left + right)}
+        for left in range(10, 100)
+        for right in range(10, 100)
+    ]
+    random.Random(seed).shuffle(questions)
+    return Task(
+        name="two_digit_sums",
+        prompts=tuple(questions[:-_HELD_OUT_SUMS]),
+        held_out=tuple(questions[-_HELD_OUT_SUMS:]),
+        reward=last_number,
+        max_new_tokens=16,
+    )
+
+
+def last_number(prompt: str, completion: str, answer: str) -> float:
+    """1 if the last number in the completion is the answer, else 0: `34 + 57 = 91.` counts."""
+    numbers = re.findall(r"\d+", completion)
+    return float(bool(numbers) and numbers[-1] == answer)

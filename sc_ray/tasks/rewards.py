@@ -1,20 +1,77 @@
-"""Reward functions, and how a configuration names one."""
+"""Reward functions: what they may answer, and how a configuration names one."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from typing import cast
+import inspect
+import math
+from collections.abc import Awaitable, Mapping
+from typing import Protocol, cast
+
+import msgspec
 
 from sc_core import (
-    ConfigError,
+    DataFailure,
 )
-from sc_ray.tasks.task import Reward
+from sc_ray.tasks.named import load_named
+
+Judgement = float | Mapping[str, float]
+"""One number from 0 to 1; or several finite ones by name, whose total is the one named `reward`,
+or else their sum. A function names the same components each time."""
+
+
+class Reward(Protocol):
+    def __call__(
+        self, prompt: str, completion: str, answer: str
+    ) -> Judgement | Awaitable[Judgement]:
+        """How good `completion` is. Deterministic, and safe to call again.
+
+        An `async` one runs on an asyncio loop that lives as long as its process; siblings are
+        judged side by side. Another is called one completion at a time.
+        """
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A reward, and what it is made of."""
+
+    reward: float
+    components: Mapping[str, float] = {}  #: by name, in the order of names; may be empty
 
 
 def exact_match(prompt: str, completion: str, answer: str) -> float:
     """1 for the answer, apart from space around it, else 0."""
     return float(completion.strip() == answer.strip())
+
+
+def score_of(judgement: object, of: str) -> Score:
+    """The score that a judgement amounts to; `of` says in errors what was judged.
+
+    Raises:
+        DataFailure: it is none, or a number out of range.
+    """
+    if isinstance(judgement, Mapping):
+        return _sum_of(judgement, of)
+    if not isinstance(judgement, int | float) or not 0 <= judgement <= 1:
+        if inspect.iscoroutine(judgement):
+            judgement.close()  # else Python complains, much later, that nobody waited for it
+        raise DataFailure(
+            f"{of} is {judgement!r}; it must be a number from 0 to 1, or a mapping of such numbers"
+            " by name"
+        )
+    return Score(float(judgement))
+
+
+def _sum_of(judgement: Mapping[object, object], of: str) -> Score:
+    numbers: dict[str, float] = {}
+    for name, value in judgement.items():
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if not isinstance(name, str) or not number:
+            raise DataFailure(f"{of} has {value!r} under {name!r}; it must be a finite number")
+        numbers[name] = float(cast("float", value))
+    total = numbers.pop("reward", None)
+    if not numbers:
+        raise DataFailure(f"{of} is {dict(judgement)!r}, which names no component")
+    components = dict(sorted(numbers.items()))
+    return Score(sum(components.values()) if total is None else total, components)
 
 
 def load_reward(spec: str) -> Reward:
@@ -23,22 +80,4 @@ def load_reward(spec: str) -> Reward:
     Raises:
         ConfigError: the name is malformed, or the module or the function is not there.
     """
-    module_name, colon, function_name = spec.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(f"reward {spec!r} is not of the form module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as exc:  # the module is the user's: its import may raise anything
-        reason = f"{type(exc).__name__}: {exc}"
-        raise ConfigError(f"reward {spec!r}: importing {module_name} failed: {reason}") from exc
-    found = vars(module).get(function_name)
-    if callable(found):
-        return cast("Reward", found)
-    if found is not None:
-        raise ConfigError(
-            f"reward {spec!r}: {function_name} is a {type(found).__name__}, not a function"
-        )
-    functions = [name for name, value in vars(module).items() if callable(value)]
-    near = difflib.get_close_matches(function_name, functions, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"reward {spec!r}: {module_name} has no function {function_name}{hint}")
+    return cast("Reward", load_named("reward", "function", spec))

@@ -2,89 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from sc_core import (
-    ConfigError,
     RestoreError,
     ScError,
 )
-from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss
+from sc_ray.losses import LossConfig, LossSums, policy_gradient_loss, step_metrics
 from sc_ray.model import (
     ModelConfig,
     build_model,
     configure_torch,
     copy_tensors,
-    read_tensors,
-    save_weights,
     token_logprobs,
     weights_of,
     write_tensors,
 )
 from sc_ray.tokenizer import Tokenizer
-
-Row = Mapping[str, torch.Tensor]
-"""One sibling: 1-D tensors by column name, as `sc_ray.generation.rollout_row` makes them; training
-also needs `prev_logprobs` `[T]`, from `Policy.logprobs`, and `advantage` `[1]`."""
-
-_WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "optimizer.json"
-_RNG = "torch_rng"
-_METRICS = ("loss", "grad_norm", "tokens", "ratio", "clip_fraction", "importance_weight")
-
-
-class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW at a constant learning rate.
-
-    Raises:
-        ConfigError: a value that can't train.
-    """
-
-    lr: float = 5e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  #: a longer gradient is scaled down to this
-    microbatch_rows: int = 64  #: rows in one forward and backward; bounds memory
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.max_grad_norm <= 0 or self.microbatch_rows < 1:
-            raise ConfigError(
-                f"optimizer.lr = {self.lr:g}, max_grad_norm = {self.max_grad_norm:g} and"
-                f" microbatch_rows = {self.microbatch_rows} must all be above 0"
-            )
-
-
-class _SavedState(msgspec.Struct, frozen=True, kw_only=True, tag="adamw.v1"):
-    """What of the optimizer is no tensor."""
-
-    steps: int
-
-
-class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy at the end of a step, copied: training may go on while it is written."""
-
-    weights: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
-    steps: int
-    model: Any  #: the model's Hugging Face configuration
-    tokenizer: Tokenizer
-
-    def write(self, directory: Path) -> None:
-        """Write a directory that `Policy.load` reads, as do Hugging Face and vLLM; no pickle."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(str(directory))
-        self.tokenizer.save(directory)
-        write_tensors(self.weights, directory / _WEIGHTS)
-        write_tensors(self.optimizer, directory / _OPTIMIZER)
-        (directory / _STATE).write_bytes(msgspec.json.encode(_SavedState(steps=self.steps)))
+from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
+from sc_ray.trainer.microbatch import Microbatch, Row, microbatches
+from sc_ray.trainer.peers import Peers
+from sc_ray.trainer.schedule import schedule
+from sc_ray.trainer.sharding import copies, parts, shard, whole
+from sc_ray.trainer.snapshot import OPTIMIZER, WEIGHTS, PolicySnapshot, SavedPolicy
+from sc_ray.trainer.totals import Totals
 
 
 class Policy:
@@ -94,12 +42,20 @@ class Policy:
     `abandon_step`. The same calls on the same rows give the same bits, also when a save and a
     load into a new object lie between them.
 
+    With `peers`, each of them has such an object and calls the same methods in the same order,
+    with its own rows; what they become together is what one would with all rows, but for
+    rounding. Exchanges are part of `finish_step`, `snapshot` and `save`; of `logprobs`,
+    `reference_logprobs`, `accumulate` and `export_weights` only if the model is sharded.
+
     Args:
         temperature: that of the rollouts; log-probs are those of the same distribution.
         threads: of the whole process; see `configure_torch`.
-        all_reduce: sums a tensor over data-parallel workers, in place, on every one of them, as
-            `torch.distributed.all_reduce` does. It is called in `finish_step` alone, and equally
-            often on each worker, whatever rows each has seen.
+        peers: the other workers; None: there are none.
+        sharding: `fsdp2` leaves each of several workers its part of weights, gradients and
+            optimizer; with `replicated`, each has them whole.
+        reference: keep the initial weights too, for `reference_logprobs`. They are those of
+            `model` and `seed`, or of its pretrained directory, so nothing of them is saved: after
+            a `load` they are still the initial ones, if these settings are what they were.
     """
 
     def __init__(
@@ -108,19 +64,32 @@ class Policy:
         tokenizer: Tokenizer,
         *,
         optimizer: OptimizerConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
         loss: LossConfig | None = None,
         temperature: float = 1.0,
         seed: int = 0,
         threads: int = 1,
-        all_reduce: Callable[[torch.Tensor], object] | None = None,
+        device: str = "cpu",
+        peers: Peers | None = None,
+        sharding: Sharding = "fsdp2",
+        reference: bool = False,
     ) -> None:
+        if device == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # same bits every time
         configure_torch(threads)
         self._settings = optimizer or OptimizerConfig()
+        self._scheduler_settings = scheduler or SchedulerConfig()
         self._loss = loss or LossConfig()
         self._tokenizer = tokenizer
         self._temperature = temperature
-        self._all_reduce = all_reduce
-        self._model = build_model(model, tokenizer, seed=seed)
+        self._device = torch.device(device)
+        self._peers = peers
+        self._sharded_over = peers if sharding == "fsdp2" else None
+        self._seed = seed
+        self._model = self._placed(build_model(model, tokenizer, seed=seed))
+        self._reference = (
+            self._placed(build_model(model, tokenizer, seed=seed)) if reference else None
+        )
         self._parameters = dict(self._model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -132,28 +101,52 @@ class Policy:
         )
         for parameter in self._parameters.values():  # as AdamW does, only before the first step
             self._optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=self._device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        self._rng = torch.Generator().manual_seed(seed).get_state()
+        self._scheduler = schedule(self._optimizer, self._scheduler_settings)
+        self._rng = self._fresh_rng(steps=0)
         self._step: _OpenStep | None = None
         self.steps = 0  #: finished, over all restarts
 
     # log-probs -------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+    def logprobs(self, rows: Sequence[Row], *, most_rows: int = 0) -> list[torch.Tensor]:
         """Log-probs of each row's sampled tokens under the current weights.
 
         One float32 tensor per row, as long as its `input_ids`, zero where nothing was sampled.
+
+        Args:
+            most_rows: how many rows the worker has that has most: a sharded model goes forward
+                equally often on each. Of no account otherwise.
         """
+        return self._logprobs_under(self._model, rows, most_rows)
+
+    def reference_logprobs(self, rows: Sequence[Row], *, most_rows: int = 0) -> list[torch.Tensor]:
+        """The same under the initial weights.
+
+        Raises:
+            ScError: this policy keeps no reference.
+        """
+        if self._reference is None:
+            raise ScError("reference_logprobs: this policy was made without a reference")
+        return self._logprobs_under(self._reference, rows, most_rows)
+
+    def _logprobs_under(
+        self, model: torch.nn.Module, rows: Sequence[Row], most_rows: int
+    ) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        for batch in self._microbatches(rows):
-            logprobs = self._token_logprobs(batch)
+        for batch in self._microbatches(rows, most_rows):
+            with torch.no_grad():
+                logprobs = self._token_logprobs(batch, model)
+            if not batch.rows:
+                continue
             found += [
                 values[: len(row["input_ids"])].clone()
-                for row, values in zip(batch.rows, logprobs.where(batch.mask, 0.0), strict=True)
+                for row, values in zip(
+                    batch.rows, logprobs.where(batch.mask, 0.0).cpu(), strict=True
+                )
             ]
         return found
 
@@ -170,40 +163,49 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
         self._step = _OpenStep(rng_before=self._rng)
 
-    def accumulate(self, rows: Sequence[Row]) -> dict[str, float]:
+    def accumulate(self, rows: Sequence[Row], *, most_rows: int = 0) -> dict[str, float]:
         """Add one chunk's gradient to the open step; returns `loss` and `tokens` of the chunk.
 
+        Args:
+            most_rows: as in `logprobs`.
+
         Raises:
-            ScError: no step is open.
+            ScError: no step is open, or a row has neither one advantage nor one per token.
         """
         step = self._open("accumulate")
-        chunk = torch.zeros(len(LossSums._fields), dtype=torch.float64)
+        chunk = Totals(LossSums._fields)
         self._model.train()
         try:
             with self._own_randomness():
-                for batch in self._microbatches(rows):
+                for batch in self._microbatches(rows, most_rows):
+                    if not batch.rows:  # adds exactly nothing, and meets the others on the way
+                        self._token_logprobs(batch).mul(0).sum().backward()  # type: ignore[no-untyped-call]
+                        continue
                     sums = policy_gradient_loss(
                         logprobs=self._token_logprobs(batch),
                         prev_logprobs=batch.column("prev_logprobs"),
                         generation_logprobs=batch.column("generation_logprobs"),
-                        advantages=torch.cat([row["advantage"] for row in batch.rows]),
+                        advantages=batch.advantages(),
                         mask=batch.mask,
                         config=self._loss,
+                        reference_logprobs=(
+                            batch.column("reference_logprobs") if self._loss.kl_in_loss else None
+                        ),
                     )
                     sums.loss.backward()  # type: ignore[no-untyped-call]
-                    chunk += torch.stack([value.detach().double() for value in sums])
+                    chunk.add(sums)
         finally:
             self._model.eval()
-        step.sums += chunk
-        loss, tokens = chunk[:2].tolist()
-        return {"loss": loss / max(tokens, 1.0), "tokens": tokens}
+        step.totals.add_all(chunk)
+        metrics = step_metrics(chunk.by_name())
+        return {name: metrics[name] for name in ("loss", "tokens")}
 
     def finish_step(self) -> dict[str, float]:
-        """Apply the gradient, averaged over the step's sampled tokens, and close the step.
+        """Apply the gradient, divided by the step's tokens or sequences, and close the step.
 
-        Returns `loss`, `grad_norm` (before clipping), `tokens`, and the token means `ratio`,
-        `clip_fraction` and `importance_weight`; the same on every data-parallel worker. A step
-        without a sampled token leaves weights and optimizer as they are; all of these are 0.
+        Returns `grad_norm` (before clipping), `lr`, that of this step, and the metrics of
+        `sc_ray.losses.step_metrics`; the same on every worker. A step without a sampled token
+        leaves weights, optimizer and learning rate as they are; all of these but `lr` are 0.
 
         Raises:
             ScError: no step is open, or its gradient is not finite. The step is then abandoned.
@@ -229,50 +231,73 @@ class Policy:
     # disk ------------------------------------------------------------------------------
 
     def export_weights(self, path: Path) -> None:
-        """Write the weights alone, for engines to load: whole or not at all."""
-        save_weights(self._model, path)
+        """Write the weights alone, for engines to load: whole or not at all.
 
-    def snapshot(self) -> PolicySnapshot:
-        """A copy of everything further training depends on, as of the last finished step."""
+        Of several workers the first one writes.
+        """
+        if self._sharded_over is not None:
+            weights = copies(weights_of(self._model), self._peers)
+        else:
+            weights = weights_of(self._model)
+        if self._is_first:
+            write_tensors(weights, path)
+
+    def snapshot(self) -> PolicySnapshot | None:
+        """A copy of everything further training depends on, as of the last finished step.
+
+        Of several workers the first one gets it, for all of them; the others get None.
+        """
         model: Any = self._model
-        tensors = {name: tensor.clone() for name, tensor in self._optimizer_tensors().items()}
-        tensors[_RNG] = (self._step.rng_before if self._step else self._rng).clone()
+        weights = copies(weights_of(model), self._peers)
+        optimizer = copies(self._optimizer_tensors(), self._peers)
+        rng = (self._step.rng_before if self._step else self._rng).clone()
+        states = [rng] if self._peers is None else self._peers.each(rng)
+        if not self._is_first:
+            return None
         return PolicySnapshot(
-            weights={name: tensor.clone() for name, tensor in weights_of(model).items()},
-            optimizer=tensors,
+            weights=weights,
+            optimizer=optimizer,
+            rng=tuple(states),
             steps=self.steps,
+            scheduler_steps=self._scheduler.last_epoch,
             model=model.config,
             tokenizer=self._tokenizer,
         )
 
     def save(self, directory: Path) -> None:
         """Write `snapshot()` into `directory`. An open step is not in it, and goes on."""
-        self.snapshot().write(directory)
+        snapshot = self.snapshot()
+        if snapshot is not None:
+            snapshot.write(directory)
 
     def load(self, directory: Path) -> None:
         """Become what `save` wrote, whatever this policy was; settings stay this object's own.
+
+        Any number of workers can load what any number saved. Each goes on with the random state
+        that was its own by rank; one that had none begins with one that follows from the seed,
+        its rank and the number of steps.
 
         Raises:
             RestoreError: a file is missing, damaged, or of another model or vocabulary. This
                 policy is then not fit for use unless it is loaded again.
         """
-        try:
-            state = msgspec.json.decode((directory / _STATE).read_bytes(), type=_SavedState)
-        except (OSError, msgspec.DecodeError) as exc:
-            raise RestoreError(f"{directory / _STATE} can't be read: {exc}") from exc
-        if Tokenizer.load(directory).vocabulary() != self._tokenizer.vocabulary():
+        saved = SavedPolicy.read(directory)
+        if saved.tokenizer.vocabulary() != self._tokenizer.vocabulary():
             raise RestoreError(
                 f"the tokenizer in {directory} has another vocabulary than this run's"
             )
-        weights, optimizer = (read_tensors(directory / name) for name in (_WEIGHTS, _OPTIMIZER))
-        rng = optimizer.pop(_RNG, None)
-        if rng is None:
-            raise RestoreError(f"{directory / _OPTIMIZER} holds no {_RNG}")
         self.abandon_step()
-        copy_tensors(weights, weights_of(self._model), origin=str(directory / _WEIGHTS))
-        copy_tensors(optimizer, self._optimizer_tensors(), origin=str(directory / _OPTIMIZER))
-        self._rng = rng
-        self.steps = state.steps
+        for found, mine, name in (
+            (saved.weights, weights_of(self._model), WEIGHTS),
+            (saved.optimizer, self._optimizer_tensors(), OPTIMIZER),
+        ):
+            copy_tensors(parts(found, mine), mine, origin=str(directory / name))
+        rank = self._rank
+        self._rng = saved.rng[rank] if rank < len(saved.rng) else self._fresh_rng(saved.steps)
+        self._scheduler = schedule(
+            self._optimizer, self._scheduler_settings, steps=saved.scheduler_steps
+        )
+        self.steps = saved.steps
 
     # below the surface -----------------------------------------------------------------
 
@@ -282,28 +307,33 @@ class Policy:
         return self._step
 
     def _apply(self, step: _OpenStep) -> dict[str, float]:
-        sums, gradients = step.sums, []
+        gradients = []
         for parameter in self._parameters.values():
             if parameter.grad is None:  # this worker had no rows
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        if self._all_reduce is not None:
-            for tensor in (sums, *gradients):
-                self._all_reduce(tensor)
-        loss, tokens, ratio, clipped, importance = sums.tolist()
-        if tokens == 0:
-            return dict.fromkeys(_METRICS, 0.0)
+        if self._peers is not None:
+            step.totals.reduce(self._peers)
+            if self._sharded_over is None:  # else it happened on the way backward
+                for gradient in gradients:
+                    self._peers.sum(gradient)
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        totals = step.totals.by_name()
+        metrics = {**step_metrics(totals), "lr": rate}
+        denominator, tokens = totals["denominator"], totals["tokens"]
+        if denominator == 0:
+            return {**metrics, "grad_norm": 0.0}
         for gradient in gradients:
-            gradient.div_(tokens)
-        norm = torch.nn.utils.get_total_norm(gradients)
+            gradient.div_(denominator)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             raise ScError(f"finish_step: the gradient's norm over {tokens:.0f} tokens is {norm}")
         torch.nn.utils.clip_grads_with_norm_(
             self._parameters.values(), self._settings.max_grad_norm, norm
         )
         self._optimizer.step()
-        means = (ratio / tokens, clipped / tokens, importance / tokens)
-        return dict(zip(_METRICS, (loss / tokens, float(norm), tokens, *means), strict=True))
+        self._scheduler.step()
+        return {**metrics, "grad_norm": float(norm)}
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         state = self._optimizer.state
@@ -313,19 +343,46 @@ class Policy:
             for key, tensor in state[parameter].items()
         }
 
-    def _microbatches(self, rows: Sequence[Row]) -> Iterator[_Microbatch]:
+    def _microbatches(self, rows: Sequence[Row], most_rows: int) -> Iterator[Microbatch]:
         size = self._settings.microbatch_rows
-        for start in range(0, len(rows), size):
-            yield _Microbatch(rows[start : start + size], self._tokenizer.pad_id)
+        at_least = -(-most_rows // size) if self._sharded_over is not None else 0
+        return microbatches(rows, size, self._tokenizer.pad_id, self._device, at_least=at_least)
 
-    def _token_logprobs(self, batch: _Microbatch) -> torch.Tensor:
-        return token_logprobs(self._model, batch.input_ids, temperature=self._temperature)
+    def _token_logprobs(
+        self, batch: Microbatch, model: torch.nn.Module | None = None
+    ) -> torch.Tensor:
+        return token_logprobs(model or self._model, batch.input_ids, temperature=self._temperature)
+
+    def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
+        model.to(self._device)
+        if self._sharded_over is not None:
+            shard(model, self._sharded_over)
+        return model
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._peers is None else self._peers.rank
+
+    @property
+    def _is_first(self) -> bool:
+        return self._rank == 0
+
+    def _fresh_rng(self, steps: int) -> torch.Tensor:
+        """The random state of a worker that has none from before."""
+        seed = self._seed
+        if self._rank > 0:
+            text = f"{self._seed} {self._rank} {steps}"
+            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        return torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """Run dropout, where a model has it, on this policy's own random numbers."""
-        with torch.random.fork_rng(devices=[]):
+        on_gpu = self._device.type == "cuda"
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
             torch.set_rng_state(self._rng)
+            if on_gpu:  # its state follows from the CPU's, which alone is saved
+                torch.cuda.manual_seed(int(torch.randint(2**62, ())))
             yield
             self._rng = torch.get_rng_state()
 
@@ -335,18 +392,4 @@ class _OpenStep:
 
     def __init__(self, rng_before: torch.Tensor) -> None:
         self.rng_before = rng_before
-        self.sums = torch.zeros(len(LossSums._fields), dtype=torch.float64)
-
-
-class _Microbatch:
-    """Rows padded at the end to one length."""
-
-    def __init__(self, rows: Sequence[Row], pad_id: int) -> None:
-        self.rows = rows
-        self.input_ids = self.column("input_ids", pad_id)
-        self.mask = self.column("completion_mask").bool()
-
-    def column(self, name: str, padding: float = 0) -> torch.Tensor:
-        return pad_sequence(
-            [row[name] for row in self.rows], batch_first=True, padding_value=padding
-        )
+        self.totals = Totals(LossSums._fields)

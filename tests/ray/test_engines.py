@@ -37,7 +37,7 @@ from sc_ray.model import (
 from sc_ray.tasks import Task
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import Policy
+from sc_ray.trainer.policy import Policy
 
 TOKENIZER = Tokenizer.of_characters("0123456789,=")
 MODEL = ModelConfig(

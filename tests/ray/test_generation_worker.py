@@ -35,7 +35,7 @@ from sc_ray.parcels import Parcels
 from sc_ray.tasks import Task
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import Policy
+from sc_ray.trainer.policy import Policy
 from sc_ray.weights import FileWeightSync
 
 pytestmark = pytest.mark.anyio
@@ -403,6 +403,19 @@ async def test_a_sample_has_the_columns_that_a_trainer_reads(engines: list[Recor
     assert same(sample, expected)
 
 
+async def test_a_sibling_that_was_cut_off_is_masked_if_that_is_asked_for(
+    engines: list[Recorded],
+) -> None:
+    for asked_for in (True, False):
+        rollouts = RayRollouts(engines, overlong_filtering=asked_for)
+        samples = await gather(
+            *(functools.partial(rollouts.rollout, prompt_of(3), s, 1) for s in range(24))
+        )
+        ended = [sample.fields["input_ids"][-1] == TOKENIZER.eos_id for sample in samples]
+        assert 0 < sum(ended) < 24
+        assert [sample.masked for sample in samples] == [asked_for and not end for end in ended]
+
+
 async def test_siblings_of_one_tick_make_one_call(engines: list[Recorded]) -> None:
     rollouts = RayRollouts(engines[:1])
     await gather(
@@ -602,7 +615,7 @@ async def test_requests_of_an_engine_put_out_end_at_once(puppets: list[Puppet]) 
         tg.start_soon(ask, 1)
         await anyio.wait_all_tasks_blocked()
         rollouts.put_out("a", "it does not answer")
-    assert ended == ["a was put out of service: it does not answer"] * 2
+    assert ended == ["it does not answer"] * 2
     await await_ref(puppets[1].actor.open.remote())
     assert (await rollouts.rollout(prompt_of(1), 0, 1)).reward == 1
     assert (puppets[0].sent, puppets[1].sent) == ([0], [1])
@@ -636,6 +649,81 @@ async def test_a_dead_engine_gets_no_more_and_without_any_there_is_an_end(
     for ordinal in (5, 6):  # the one that meets the last death, and the next
         with pytest.raises(WorkerDied, match="every generation worker died: a died: .*; b died: "):
             await rollouts.rollout(prompt_of(ordinal), 0, 1)
+
+
+class Hope:
+    """A keeper that expects an engine as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.hopes = True
+        self.dead: list[object] = []
+
+    def died(self, engine: object, reason: str) -> None:
+        self.dead.append(engine)
+
+    def expects_more(self) -> bool:
+        return self.hopes
+
+
+async def test_without_any_engine_siblings_wait_for_one_that_is_expected(
+    puppets: list[Puppet], local_ray: None
+) -> None:
+    late = puppets[1]
+    await await_ref(late.actor.open.remote())
+    only = Puppet(stand_in(), name="a")
+    rollouts = RayRollouts([only])
+    rollouts.keeper = keeper = Hope()
+    samples: list[Sample] = []
+
+    async def one(sibling: int) -> None:
+        samples.append(await rollouts.rollout(prompt_of(1), sibling, 1))
+
+    await kill(only.actor)
+    with pytest.raises(RolloutError, match="^a died: "):  # and not that none is left
+        await rollouts.rollout(prompt_of(0), 0, 1)
+    assert keeper.dead == [only]
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(one, 0)
+        tg.start_soon(one, 1)
+        await anyio.wait_all_tasks_blocked()
+        assert samples == []
+        rollouts.join(late)
+    assert [sample.engine for sample in samples] == ["b", "b"] and only.sent == [0]
+    rollouts.leave("b")
+    async with anyio.create_task_group() as tg:
+
+        async def none_comes() -> None:
+            with pytest.raises(WorkerDied, match="every generation worker died: a died: .*; b has"):
+                await rollouts.rollout(prompt_of(2), 0, 1)
+
+        tg.start_soon(none_comes)
+        await anyio.wait_all_tasks_blocked()
+        keeper.hopes = False
+        rollouts.look_again()
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_a_check_tells_a_dead_engine_from_one_that_answers(local_ray: None) -> None:
+    @ray.remote(num_cpus=0)
+    class Checked:
+        def __init__(self) -> None:
+            self.broken = False
+
+        async def check(self) -> None:
+            self.broken, was = True, self.broken
+            if was:
+                raise OSError("the engine's process has ended")
+
+        async def open(self) -> None: ...
+
+    actor = Checked.remote()  # type: ignore[attr-defined]
+    engine = RayEngine(actor, name="a")
+    await engine.check()
+    with pytest.raises(WorkerDied, match="^a died: its engine: OSError: the engine's process has"):
+        await engine.check()
+    await kill(actor)
+    with pytest.raises(WorkerDied, match="^a died: .*killed"):
+        await engine.check()
 
 
 def test_engines_need_different_names() -> None:

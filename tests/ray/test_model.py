@@ -119,7 +119,7 @@ def test_a_write_that_fails_leaves_the_old_file(
         staged.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr("sc_ray.model.save_file", torn)
+    monkeypatch.setattr("safetensors.torch.save_file", torn)
     with pytest.raises(OSError, match="no space"):
         save_weights(build(seed=9), path)
     assert path.read_bytes() == before

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from sc_core import audit_run
 from sc_ray.chaos import SETTINGS
 from sc_ray.kills import actors_of, descendants
 from sc_ray.lives import Life, what_is_wrong
@@ -32,6 +33,7 @@ HEALTH = {
     "health_check_failure_threshold": 3,
 }
 """Ray gives up a node that is silent after at most 18 s, and not after its usual minute."""
+ATTEMPTS = "async_rl.generation_fleet_health.max_restart_attempts_per_shard"
 KINDS = ("GenerationWorker", "TrainerWorker", "SingleController", "SimpleStorage", "TransferQueue")
 
 
@@ -100,11 +102,9 @@ def steps(life: Life, more: int) -> None:
     assert life.until(lambda: (life.step or 0) >= wanted), life.last_line
 
 
-def lost(life: Life) -> set[str]:
-    """Generation workers that its terminal said had died."""
-    return set(
-        re.findall(r"warning: .*(generation-\d) died", (life.run / "output.txt").read_text())
-    )
+def told(life: Life, state: str) -> set[str]:
+    """Generation workers that its terminal said to be, or to have been, in that state."""
+    return set(re.findall(rf"(generation-\d) is {state}", (life.run / "output.txt").read_text()))
 
 
 def ended(life: Life) -> str:
@@ -117,23 +117,31 @@ def ended(life: Life) -> str:
     return life.last_line
 
 
-def test_a_run_does_without_generation_workers_and_nodes_until_the_last(
+def test_a_run_restarts_generation_workers_and_then_does_without_until_the_last(
     nodes: TwoNodes, start: Any
 ) -> None:
-    life = start("generation.workers=3", "cluster.spread_generation=true")
+    life = start("generation.workers=2", "cluster.spread_generation=true", f"{ATTEMPTS}=1")
     steps(life, 3)
     here, there = (actors_of(node, "GenerationWorker") for node in (nodes.head, nodes.far))
-    assert (len(here), len(there)) == (2, 1)
+    assert (len(here), len(there)) == (1, 1)
     nodes.kill_one("GenerationWorker")
-    assert life.until(lambda: len(lost(life)) == 1), life.last_line
-    steps(life, 5)
+    assert life.until(lambda: len(told(life, "back")) == 1), life.last_line
+    steps(life, 3)
     nodes.cut_off_the_other_node()
     began = time.monotonic()
-    assert life.until(lambda: len(lost(life)) == 2), life.last_line
+    assert life.until(lambda: len(told(life, "restarting")) == 2), life.last_line
     assert time.monotonic() < began + AT_ONCE_S
-    steps(life, 5)
+    assert life.until(lambda: len(told(life, "back")) == 2), life.last_line
+    steps(life, 3)
     nodes.kill_one("GenerationWorker")
-    assert "WorkerDied: every " in (told := ended(life)), told
+    assert life.until(lambda: len(told(life, "out")) == 1), life.last_line
+    steps(life, 3)
+    nodes.kill_one("GenerationWorker")
+    words = "WorkerDied: every generation worker died: generation-0 died: .*generation-1 died: "
+    assert re.search(words, (last := ended(life))), last
+    engines = audit_run(life.run).engines
+    assert [engine.joined for engine in engines.values()] == [1, 1], "they confirmed before serving"
+    assert all(engine.groups for engine in engines.values())
 
 
 def test_a_stop_in_the_midst_of_a_save_leaves_a_bundle_and_nothing_else(
@@ -165,6 +173,9 @@ def test_a_controller_that_died_is_followed_by_another_as_often_as_wished(
 ) -> None:
     life = start("cluster.max_controller_restarts=1")
     steps(life, 3)
+    nodes.kill_one("GenerationWorker")  # the only one: the run waits for another
+    assert life.until(lambda: told(life, "back") == {"generation-0"}), life.last_line
+    steps(life, 3)
     step = life.step or 0
     nodes.kill_one("SingleControllerActor")
     assert life.until(lambda: life.says("restart 1 of 1")), life.last_line
@@ -172,5 +183,6 @@ def test_a_controller_that_died_is_followed_by_another_as_often_as_wished(
     steps(life, 3)
     assert life.says("resuming from")
     assert (life.step or 0) > step - 2
+    assert len(actors_of(nodes.head, "GenerationWorker")) == 1, "that other one has ended as well"
     nodes.kill_one("TransferQueueController")
     assert "TransferQueue's index died: " in (told := ended(life)), told

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from sc_core.errors import ConfigError, RestoreError, ScError
 from sc_ray.estimators import GrpoAdvantages
 from sc_ray.generation import Request, request_seed, rollout_row
 from sc_ray.generation.torch_engine import TorchEngine
-from sc_ray.losses import LossConfig
+from sc_ray.losses import LossConfig, LossSums, step_metrics
 from sc_ray.model import ModelConfig, build_model, read_tensors, write_tensors
 from sc_ray.tasks import larger_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import OptimizerConfig, Policy, Row
+from sc_ray.trainer.config import OptimizerConfig
+from sc_ray.trainer.microbatch import Row
+from sc_ray.trainer.policy import Policy
 
 TASK = larger_digit()
 TOKENIZER = Tokenizer.of_characters(TASK.alphabet())
@@ -61,7 +63,8 @@ def train(trained: Policy, rows: Sequence[Row], chunks: int = 1) -> dict[str, fl
 def tensors_of(trained: Policy) -> dict[str, torch.Tensor]:
     """Everything that further training depends on."""
     snapshot = trained.snapshot()
-    return {**snapshot.weights, **snapshot.optimizer}
+    assert snapshot is not None
+    return {**snapshot.weights, **snapshot.optimizer, "rng": snapshot.rng[0]}
 
 
 def same(left: Policy, right: Policy) -> bool:
@@ -110,9 +113,8 @@ def test_a_step_moves_the_weights_and_tells_what_it_did() -> None:
     assert not same(trained, untouched) and trained.steps == 1
     tokens = sum(int(row["completion_mask"].sum()) for row in rows)
     assert metrics["tokens"] == tokens
-    assert set(metrics) == {
-        "loss", "grad_norm", "tokens", "ratio", "clip_fraction", "importance_weight",
-    }  # fmt: skip
+    nothing = step_metrics(dict.fromkeys(LossSums._fields, 0.0))
+    assert metrics.keys() == nothing.keys() | {"grad_norm", "lr"}
     assert metrics["grad_norm"] > 0
     assert 0 < metrics["clip_fraction"] < 1
 
@@ -123,25 +125,38 @@ def test_on_policy_rows_have_ratio_and_weight_one() -> None:
     for row, logprobs in zip(rows, trained.logprobs(rows), strict=True):
         row["prev_logprobs"] = row["generation_logprobs"] = logprobs
     metrics = train(trained, rows)
-    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["probs_ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["sampling_importance_ratio_max"] == 1 and metrics["gen_kl_error"] == 0
     assert metrics["importance_weight"] == 1 and metrics["clip_fraction"] == 0
     weight = torch.cat([row["advantage"] * row["completion_mask"].sum() for row in rows]).sum()
     assert metrics["loss"] == pytest.approx(-float(weight) / metrics["tokens"], abs=1e-5)
 
 
-def gradient_of(chunks: int, microbatch_rows: int) -> tuple[dict[str, float], torch.Tensor]:
+def gradient_of(
+    chunks: int, microbatch_rows: int, loss: LossConfig | None = None
+) -> tuple[dict[str, float], torch.Tensor]:
     """What a first step does to the first moment: a tenth of the clipped gradient."""
-    trained = policy(optimizer=OptimizerConfig(microbatch_rows=microbatch_rows, max_grad_norm=1e9))
+    optimizer = OptimizerConfig(microbatch_rows=microbatch_rows, max_grad_norm=1e9)
+    trained = policy(optimizer=optimizer, loss=loss)
     metrics = train(trained, made_up_rows(), chunks=chunks)
     moments = [v for name, v in trained.snapshot().optimizer.items() if name.endswith(".exp_avg")]
     return metrics, torch.cat([moment.flatten() for moment in moments]) * 10
 
 
-def test_how_a_step_is_split_changes_neither_gradient_nor_metrics() -> None:
-    metrics, gradient = gradient_of(chunks=1, microbatch_rows=100)
+LOSSES = {
+    "over tokens": LossConfig(),
+    "over sequences": LossConfig(token_level_loss=False),
+    "by a constant": LossConfig(token_level_loss=False, loss_scale_factor=4),
+    "gspo": LossConfig(token_level_loss=False, sequence_level_importance_ratios=True),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_how_a_step_is_split_changes_neither_gradient_nor_metrics(loss: LossConfig) -> None:
+    metrics, gradient = gradient_of(chunks=1, microbatch_rows=100, loss=loss)
     assert float(gradient.norm()) == pytest.approx(metrics["grad_norm"], rel=1e-4)
     for chunks, microbatch_rows in ((1, 5), (3, 100), (24, 1), (5, 3)):
-        other_metrics, other = gradient_of(chunks, microbatch_rows)
+        other_metrics, other = gradient_of(chunks, microbatch_rows, loss)
         torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
         assert other_metrics == pytest.approx(metrics, rel=1e-4)
 
@@ -155,10 +170,39 @@ def test_a_long_gradient_is_cut_to_its_bound() -> None:
 
 
 def test_the_loss_follows_its_settings() -> None:
-    loose = LossConfig(clip_low=0.99, clip_high=100, importance_cap=1e-3)
+    loose = LossConfig(
+        ratio_clip_min=0.99, ratio_clip_max=100, truncated_importance_sampling_ratio=1e-3
+    )
     metrics = train(policy(loss=loose), made_up_rows())
     assert metrics["clip_fraction"] == 0
     assert metrics["importance_weight"] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_each_token_may_have_an_advantage_of_its_own() -> None:
+    one, each, other = policy(), policy(), policy()
+    rows = made_up_rows()
+    spread = [{**r, "advantage": r["advantage"].expand(len(r["input_ids"]))} for r in rows]
+    assert train(one, rows) == train(each, spread) and same(one, each)
+    spread[0]["advantage"] = torch.arange(len(rows[0]["input_ids"])).float()
+    assert train(other, spread)["loss"] != 0 and not same(one, other)
+    other.begin_step()
+    with pytest.raises(ScError, match="a row of 4 tokens has 3 advantages"):
+        other.accumulate([{**rows[0], "advantage": torch.zeros(3)}])
+
+
+def test_a_penalty_reads_the_reference() -> None:
+    rows = made_up_rows()
+    loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k2")
+    far, near = policy(loss=loss), policy(loss=loss)
+    untrained = policy().logprobs(rows)
+    for row, logprobs in zip(rows, untrained, strict=True):
+        row["reference_logprobs"] = logprobs - 0.5
+    metrics = train(far, rows)
+    assert metrics["kl_penalty"] == pytest.approx(0.125, rel=1e-4)
+    for row, logprobs in zip(rows, untrained, strict=True):
+        row["reference_logprobs"] = logprobs
+    assert train(near, rows)["kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert not same(far, near)
 
 
 def test_an_abandoned_step_leaves_no_trace() -> None:
@@ -191,8 +235,8 @@ def test_dropout_is_repeatable_abandonable_and_saved(tmp_path: Path) -> None:
         torch.rand(1)  # global random numbers have no part in it
         train(each, made_up_rows(seed=1))
     assert same(trained, straight) and not same(trained, plain)
-    fresh = policy().snapshot().optimizer["torch_rng"]
-    assert not torch.equal(trained.snapshot().optimizer["torch_rng"], fresh)  # new ones each time
+    fresh = tensors_of(policy())["rng"]
+    assert not torch.equal(tensors_of(trained)["rng"], fresh)  # new ones each time
     trained.begin_step()
     trained.accumulate(made_up_rows(seed=2))
     trained.save(tmp_path)  # of the last finished step, whatever is open
@@ -263,37 +307,56 @@ def test_optimizer_settings_that_cannot_train_are_refused(wrong: dict[str, Any])
 
 
 class Ring:
-    """An all-reduce between threads."""
+    """What goes between threads that stand for workers."""
 
     def __init__(self, workers: int) -> None:
+        self.workers = workers
         self._barrier = threading.Barrier(workers, timeout=60)
         self._given: dict[int, torch.Tensor] = {}
 
-    def all_reduce(self, rank: int) -> Callable[[torch.Tensor], None]:
-        def reduce(tensor: torch.Tensor) -> None:
-            self._given[rank] = tensor.clone()
-            self._barrier.wait()
-            total = torch.stack([self._given[r] for r in sorted(self._given)]).sum(0)
-            self._barrier.wait()
-            tensor.copy_(total)
+    def member(self, rank: int) -> Any:
+        return Member(self, rank)
 
-        return reduce
+    def exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._given[rank] = tensor.clone()
+        self._barrier.wait()
+        given = torch.stack([self._given[r] for r in sorted(self._given)])
+        self._barrier.wait()
+        return given
 
 
+class Member:
+    """In place of `Peers`, for what is replicated."""
+
+    def __init__(self, ring: Ring, rank: int) -> None:
+        self._ring, self.rank, self.workers = ring, rank, ring.workers
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._ring.exchange(self.rank, tensor).sum(0))
+
+    def max(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._ring.exchange(self.rank, tensor).amax(0))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("shares", [(16, 8), (24, 0)])
 def test_workers_with_a_share_each_become_what_one_with_all_becomes(
-    shares: tuple[int, int],
+    shares: tuple[int, int], loss: LossConfig
 ) -> None:
-    rows, single, ring = made_up_rows(), policy(), Ring(2)
+    rows, single, ring = made_up_rows(), policy(loss=loss), Ring(2)
     expected = train(single, rows)
-    workers = [policy(all_reduce=ring.all_reduce(rank)) for rank in range(2)]
+    workers = [
+        policy(loss=loss, peers=ring.member(rank), sharding="replicated") for rank in range(2)
+    ]
     parts = [rows[: shares[0]], rows[shares[0] :]]
     assert [len(part) for part in parts] == list(shares)
     metrics: dict[int, dict[str, float]] = {}
 
+    for worker, part in zip(workers, parts, strict=True):  # one by one: threads share torch's RNG
+        worker.begin_step()
+        worker.accumulate(part)
+
     def work(rank: int) -> None:
-        workers[rank].begin_step()
-        workers[rank].accumulate(parts[rank])
         metrics[rank] = workers[rank].finish_step()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
@@ -302,9 +365,9 @@ def test_workers_with_a_share_each_become_what_one_with_all_becomes(
     for thread in threads:
         thread.join()
     assert metrics[0] == metrics[1] == pytest.approx(expected, rel=1e-4)
-    assert same(workers[0], workers[1])
-    found = tensors_of(workers[0])
-    for name, tensor in tensors_of(single).items():
+    found, other = (worker._optimizer_tensors() for worker in workers)
+    assert all(torch.equal(found[name], other[name]) for name in found)
+    for name, tensor in single._optimizer_tensors().items():
         if name.endswith(".exp_avg"):
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
 

@@ -36,7 +36,7 @@ from sc_core.window import check_inventory, snapshot_metadata
 from sc_ray.model import ModelConfig
 from sc_ray.tasks import larger_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import Policy
+from sc_ray.trainer.policy import Policy
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueDataPlane
 
 pytestmark = [

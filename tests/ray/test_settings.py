@@ -21,7 +21,7 @@ def refused(source: str, *overrides: str) -> str:
 
 
 def test_every_built_in_configuration_loads() -> None:
-    assert builtin_configs() == ["demo", "exact", "vllm"]
+    assert builtin_configs() == ["demo", "exact", "pretrained", "vllm"]
     for name in builtin_configs():
         assert load_config(name).task.name == "larger_digit"
 
@@ -130,7 +130,28 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ("generation.vllm.max_model_len=1", "vllm.max_model_len = 1 must be at least 2"),
         ("generation.vllm.kv_cache_gib=0", "vllm.kv_cache_gib = 0 must be above 0"),
         ("generation.vllm.pause_mode=hold", "generation.vllm.pause_mode"),
+        (
+            "async_rl.generation_fleet_health.min_healthy_shards=3",
+            "async_rl.generation_fleet_health.min_healthy_shards is 3, more than the 1 of"
+            " generation.workers",
+        ),
+        (
+            "async_rl.generation_fleet_health.probe_interval_s=0",
+            "async_rl.generation_fleet_health.probe_interval_s is 0.0; it must be above 0 and"
+            " finite",
+        ),
+        (
+            "async_rl.generation_fleet_health.unhealthy_threshold=0",
+            "async_rl.generation_fleet_health.unhealthy_threshold is 0; it must be at least 1",
+        ),
         ("policy.threads=0", "policy.threads is 0"),
+        ("policy.workers=0", "policy.workers is 0"),
+        ("policy.sharding=ddp", "$.policy.sharding"),
+        ("policy.scheduler.min_lr_ratio=2", "scheduler.min_lr_ratio is 2"),
+        (
+            "policy.scheduler={name: cosine, warmup_steps: 100}",
+            "decay_steps = 100 must be more than warmup_steps = 100",
+        ),
         ("cluster.storage_units=0", "cluster.storage_units is 0"),
         ("task.temperature=-1", "task.temperature is -1"),
         ("task.max_new_tokens=0", "task.max_new_tokens is 0"),
@@ -140,6 +161,13 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ("async_rl.min_groups_for_streaming_train=99", "async_rl.min_groups_for_streaming_train"),
         ("policy.model.num_attention_heads=5", "num_attention_heads = 5"),
         ("advantages.baseline=median", "$.advantages.baseline"),
+        ("advantages.estimator=grpp", "it is one of grpo, dr_grpo, rloo, reinforce_plus_plus,"),
+        ("advantages.estimator=gae", "needs the values of a critic, and this trainer has none"),
+        ("advantages.reward_weights=[1,2]", "advantages.estimator is grpo; only gdpo has it"),
+        ("advantages.normalize_rewards=false", "is False, and advantages.normalize is True"),
+        ("policy.loss.reference_policy_kl_type=k4", "it is one of k1, k2, k3"),
+        ("policy.loss.reference_policy_kl_penalty=-1", "kl_penalty is -1.0; it must be at least 0"),
+        ("policy.loss.ratio_clip_min=2", "policy.loss.ratio_clip_min is 2.0; it must be at most 1"),
     ],
 )
 def test_what_can_not_be_is_refused_by_name(override: str, says: str) -> None:
@@ -172,6 +200,7 @@ def test_cpus_are_counted_per_process() -> None:
     many = load_config("demo", ["generation.workers=3", "cluster.storage_units=4"])
     assert few.cpus_needed == 5  # trainer, generation, controller, and TransferQueue's two
     assert many.cpus_needed == 10
+    assert load_config("demo", ["policy.workers=3"]).cpus_needed == 8
 
 
 def test_the_demo_evaluates_its_own_task_and_another_one_if_asked_to() -> None:

@@ -18,7 +18,7 @@ def test_it_says_that_nothing_moves_and_which_engines_are_out(
         assert main(["status", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "no step, evaluation, sync or save for 754 s" in lines
-    assert "generation-1 is out of service: it hangs" in lines
+    assert "generation-1 is out: it hangs" in lines
 
 
 def test_a_run_that_goes_well_says_nothing_of_that(

@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from sc_core.errors import ConfigError, DataFailure
-from sc_ray.tasks import Task, exact_match, hold_out, larger_digit, load_jsonl, load_reward
-from sc_ray.tasks.arithmetic import right_digit
+from sc_ray.tasks import (
+    Reply,
+    Score,
+    Task,
+    exact_match,
+    guess_digit,
+    hold_out,
+    larger_digit,
+    load_environment,
+    load_jsonl,
+    load_reward,
+    two_digit_sums,
+)
+from sc_ray.tasks.arithmetic import last_number, right_digit
+from sc_ray.tasks.guess_digit import HigherOrLower
 from sc_ray.tokenizer import Tokenizer
 
 # built in ------------------------------------------------------------------------------
@@ -59,7 +74,62 @@ def test_what_is_held_out_is_not_trained_on() -> None:
         hold_out(whole, 100)
 
 
+def test_sums_are_held_out_and_judged_by_their_last_number() -> None:
+    task = two_digit_sums(seed=1)
+    asked = {item["prompt"] for item in (*task.prompts, *task.held_out)}
+    assert (len(task.prompts), len(task.held_out), len(asked)) == (8000, 100, 8100)
+    item = task.held_out[0]
+    left, right = (int(word) for word in item["prompt"][8:-1].split(" + "))
+    assert item["answer"] == str(left + right)
+    for completion, reward in (
+        ("34 + 57 = 91.", 1.0),
+        ("91", 1.0),
+        ("911", 0.0),
+        ("91, not 92", 0.0),
+        ("no idea", 0.0),
+    ):
+        assert last_number("What is 34 + 57?", completion, "91") == reward
+
+
+def test_a_digit_is_guessed_with_hints() -> None:
+    game = HigherOrLower({"prompt": "2-7:", "answer": "5"})
+    said = [game.respond(guess) for guess in ("4", "6", "5x", "5")]
+    assert [reply.text for reply in said] == [">", "<", "?", None]
+    assert [reply.reward for reply in said] == [0, 0, 0, pytest.approx(0.4)]
+    assert HigherOrLower({"answer": "5"}).respond("5") == Reply(None, 1.0)
+    assert HigherOrLower({"answer": "5"}).respond("\N{SUPERSCRIPT FIVE}") == Reply("?")
+
+
+def test_every_game_can_be_won_and_the_replies_are_in_the_alphabet() -> None:
+    task = guess_digit(seed=2)
+    assert len({(item["prompt"], item["answer"]) for item in task.prompts}) == 210
+    assert set("0123456789<>?-:") == set(task.alphabet())
+    for item in task.prompts:
+        low, high = (int(bound) for bound in item["prompt"][:-1].split("-"))
+        assert low <= int(item["answer"]) <= high
+        game, turns = HigherOrLower(item), 0
+        while True:
+            turns += 1
+            reply = game.respond(str((low + high) // 2))
+            if reply.text is None:
+                break
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if reply.text == ">" else (low, middle - 1)
+        assert turns <= task.max_turns
+
+
 # reward --------------------------------------------------------------------------------
+
+
+ITEM = {"prompt": "p", "answer": "a"}
+
+
+def judged(reward: Any) -> Score:
+    """What a task with this reward function gives for completion `c`."""
+    task = Task(name="odd", prompts=[ITEM], reward=reward, max_new_tokens=1)
+    text, score = asyncio.run(task.respond(task.episode(ITEM), ITEM, "c"))
+    assert text is None
+    return score
 
 
 @pytest.mark.parametrize("reward", [-0.1, 1.5, float("nan"), None, "1"])
@@ -72,6 +142,80 @@ def test_a_reward_outside_its_range_is_told_with_its_prompt(reward: object) -> N
     )
     with pytest.raises(DataFailure, match=r"task odd for prompt 'p' and completion 'c'"):
         task.score(task.prompts[0], "c")
+    with pytest.raises(DataFailure, match=r"task odd for prompt 'p' and completion 'c'"):
+        judged(lambda *asked: reward)
+
+
+def test_a_reward_may_have_components() -> None:
+    parts = {"right": 1.0, "brief": -0.25}
+    assert judged(lambda *asked: parts) == Score(0.75, {"brief": -0.25, "right": 1.0})
+    assert list(judged(lambda *asked: parts).components) == ["brief", "right"]
+    whole = judged(lambda *asked: {**parts, "reward": 0.5})
+    assert whole == Score(0.5, {"brief": -0.25, "right": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"right": float("inf")}, "has inf under 'right'; it must be a finite number"),
+        ({"right": None}, "has None under 'right'"),
+        ({1: 0.5}, "has 0.5 under 1"),
+        ({}, "names no component"),
+        ({"reward": 1.0}, "names no component"),
+    ],
+)
+def test_components_that_are_none_are_refused(given: Any, told: str) -> None:
+    with pytest.raises(DataFailure, match=told):
+        judged(lambda *asked: given)
+
+
+def test_a_reward_may_be_async() -> None:
+    async def later(prompt: str, completion: str, answer: str) -> float:
+        await asyncio.sleep(0)
+        return 0.25
+
+    assert judged(later) == Score(0.25)
+    task = Task(name="odd", prompts=[ITEM], reward=later, max_new_tokens=1)
+    with pytest.raises(DataFailure, match="is <coroutine object"):
+        task.score(ITEM, "c")
+
+
+def test_the_reward_of_a_conversation_sees_its_last_message() -> None:
+    item = {
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        "answer": "a",
+    }
+    task = Task(
+        name="chat",
+        prompts=[item],
+        reward=lambda p, c, a: (p, c, a) == ("u", "c", "a"),
+        max_new_tokens=1,
+    )
+    assert task.score(item, "c") == 1.0
+    assert task.alphabet() == "asu"
+
+
+def test_a_task_has_a_reward_or_an_environment() -> None:
+    for both in ({}, {"reward": exact_match, "environment": HigherOrLower}):
+        with pytest.raises(ConfigError, match="needs a reward function or an environment"):
+            Task(name="t", prompts=[], max_new_tokens=1, **both)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"task\.max_turns is 0"):
+        Task(name="t", prompts=[], reward=exact_match, max_new_tokens=1, max_turns=0)
+
+
+def test_what_an_environment_answers_is_checked() -> None:
+    class Odd:
+        def __init__(self, item: Any) -> None:
+            self.answers = iter(["", Reply(3), Reply("on", 2.0)])  # type: ignore[arg-type]
+
+        def respond(self, completion: str) -> Any:
+            return next(self.answers)
+
+    task = Task(name="odd", prompts=[ITEM], environment=Odd, max_new_tokens=1)
+    odd = task.episode(ITEM)
+    for told in ("answered '' to 'c'; it must answer with a Reply", "answered Reply", "is 2.0"):
+        with pytest.raises(DataFailure, match=told):
+            asyncio.run(task.respond(odd, ITEM, "c"))
 
 
 def test_the_reward_sees_prompt_completion_and_answer() -> None:
@@ -101,15 +245,32 @@ def test_jsonl_lines_become_prompts_in_order(tmp_path: Path) -> None:
     )
     task = load_jsonl(path)
     assert task.name == "sums" and task.reward is exact_match
+    assert load_jsonl(path, reward=right_digit).reward is right_digit
     assert list(task.prompts) == [
         {"prompt": "2+3=", "answer": "5", "level": 1},
         {"prompt": "ü", "answer": ""},
     ]
 
 
+def test_a_line_may_hold_messages_and_an_environment_needs_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hello"}], "answer": "a"}
+    path.write_bytes(msgspec.json.encode(chat) + b'\n{"prompt": "2-7:", "secret": 5}')
+    with pytest.raises(ConfigError, match=r"chats\.jsonl:2: the key 'answer' is missing"):
+        load_jsonl(path)
+    task = load_jsonl(path, environment=HigherOrLower)
+    assert list(task.prompts) == [chat, {"prompt": "2-7:", "secret": 5}]
+    assert task.reward is None and task.environment is HigherOrLower
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
+        (b'{"messages": "hi", "answer": ""}', "'messages' must be a list of messages, not 'hi'"),
+        (b'{"messages": [], "answer": ""}', "'messages' must be a list of messages"),
+        (b'{"messages": [{"role": "user"}], "answer": ""}', "a message has a 'role' and a"),
+        (b'{"messages": [{"role": "u", "content": ""}], "prompt": "p", "answer": ""}', "both"),
+        (b'{"messages": [{"role": "user", "content": "p"}]}', "the key 'answer' is missing"),
         (b'{"prompt": "2', "not a line of JSON"),
         (b'{"prompt": "\xff", "answer": "5"}', "not a line of JSON"),
         (b"[1, 2]", "an object was expected"),
@@ -144,6 +305,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = "rewards_of_a_user"
     (tmp_path / f"{name}.py").write_text(
         "LIMIT = 3\ndef short_answer(prompt, completion, answer):\n    return 0.25\n"
+        "class Game:\n    pass\n"
     )
     (tmp_path / "broken_rewards.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -153,6 +315,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_reward_is_found_by_name(module: str) -> None:
     assert load_reward(f"{module}:short_answer")("p", "c", "a") == 0.25
+    assert load_environment(f"{module}:Game").__name__ == "Game"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"task\.environment 'a:b': importing a failed"):
+        load_environment("a:b")
+    with pytest.raises(ConfigError, match="has no Class Gane; did you mean Game"):
+        load_environment(f"{module}:Gane")
 
 
 @pytest.mark.parametrize(

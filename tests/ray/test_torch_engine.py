@@ -109,7 +109,7 @@ def test_an_impossible_token_is_not_drawn_at_either_end(number: float, token: in
 
     never = -torch.inf
     logits = torch.tensor([[never, 0.3, 0.3, never]])
-    assert _draw(logits, [Extreme(request("3,7=", 0), TOKENIZER.eos_id)])[0][0] == token
+    assert _draw(logits, [Extreme(request("3,7=", 0), TOKENIZER.eos_ids)])[0][0] == token
 
 
 def test_temperature_zero_takes_the_likeliest_token_for_certain() -> None:
@@ -193,7 +193,7 @@ def test_a_small_cache_forgets_and_changes_nothing() -> None:
     assert forgetful.generate_batch(requests) == engine(batch_invariant=True).generate_batch(
         requests
     )
-    assert sum(map(len, forgetful._prefixes)) == forgetful._cached_tokens <= 10
+    assert sum(len(tokens) for _, tokens in forgetful._prefixes) == forgetful._cached_tokens <= 10
 
 
 # weights -------------------------------------------------------------------------------
@@ -265,3 +265,13 @@ def test_a_row_lines_up_tokens_mask_and_logprobs() -> None:
     assert row["generation_logprobs"].tolist() == [0.0] * 4 + list(got.logprobs)
     assert row["reward"].tolist() == [0.5] and row["reward"].dtype == torch.float32
     assert row["generation_logprobs"].dtype == torch.float32
+
+
+def test_a_prompt_that_goes_on_from_a_completion_has_the_bits_it_would_have_alone() -> None:
+    running = engine(batch_invariant=True)
+    asked = request("3,7=", 0, max_new_tokens=6)
+    said = running.generate_batch([asked])[0].token_ids
+    longer = Request(prompt_ids=[*asked.prompt_ids, *said[:3]], seed=1, max_new_tokens=4)
+    alone = engine(batch_invariant=True).generate_batch([longer])
+    assert running.generate_batch([longer]) == alone
+    assert len(running._prefixes) > len({tokens for _, tokens in running._prefixes})

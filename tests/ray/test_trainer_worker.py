@@ -17,7 +17,8 @@ from sc_core.errors import ConfigError, MissingRows, SaveError, ScError, WorkerD
 from sc_core.records import Batch, Group, group_id, sample_ids
 from sc_ray.model import ModelConfig, read_tensors
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import OptimizerConfig, Policy
+from sc_ray.trainer.config import OptimizerConfig
+from sc_ray.trainer.policy import Policy
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import RowsClient, TransferQueueBootstrap
@@ -107,7 +108,7 @@ def actor(bootstrap: TransferQueueBootstrap, tmp_path_factory: Any) -> Iterator[
 @pytest.fixture
 async def trainer(actor: tuple[Any, Path], rows: RowsClient) -> RayTrainer:
     """As good as new."""
-    trainer = RayTrainer(actor[0])
+    trainer = RayTrainer({"trainer-0": actor[0]})
     await trainer.abandon_step()
     await trainer.load(actor[1])
     return trainer
@@ -254,7 +255,7 @@ def fragile(*, healthy: bool) -> Any:
 
 @once
 async def test_a_worker_that_dies_is_named_in_one_line(local_ray: None) -> None:
-    trainer = RayTrainer(fragile(healthy=True), name="trainer-3")
+    trainer = RayTrainer({"trainer-3": fragile(healthy=True)})
     with pytest.raises(SaveError, match="/policy is full"):
         await trainer.save(Path("/policy"))
     for _ in range(2):
@@ -267,7 +268,7 @@ async def test_a_worker_that_dies_is_named_in_one_line(local_ray: None) -> None:
 @once
 async def test_a_worker_that_can_not_start_says_why(local_ray: None) -> None:
     with pytest.raises(WorkerDied) as caught:
-        await RayTrainer(fragile(healthy=False)).finish_step()
+        await RayTrainer({"trainer-0": fragile(healthy=False)}).finish_step()
     assert str(caught.value) == (
         "trainer-0 died: it could not start: "
         "sc_core.errors.ConfigError: model.hidden_size is 7 and that is odd"

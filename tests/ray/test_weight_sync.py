@@ -352,6 +352,110 @@ async def test_a_fleet_gives_weights_then_requests_from_any_thread(
             rollouts._choose(0)
 
 
+class Hope:
+    """A keeper that expects an engine as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.hopes = True
+        self.dead: list[str] = []
+
+    def died(self, engine: object, reason: str) -> None:
+        assert isinstance(engine, Engine)
+        self.dead.append(f"{engine.name}: {reason}")
+
+    def expects_more(self) -> bool:
+        return self.hopes
+
+
+@pytest.mark.parametrize("dies_in", ["pause", "load", "before"])
+async def test_a_sync_that_has_no_engine_left_waits_for_the_one_that_joins(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, dies_in: str
+) -> None:
+    only, late, later = engines
+    with FileWeightSync(trainer, [only], run_id="run-1", parent=tmp_path) as sync:
+        sync.keeper = keeper = Hope()
+        await sync.transfer(4)
+        await sync.resume()
+        trainer.weights = "w5"
+        if dies_in == "before":
+            sync.leave("a")
+        only.dead = dies_in == "pause"
+        await sync.pause()
+        only.dead = dies_in != "before"
+        confirmed: list[object] = []
+
+        async def transfer() -> None:
+            confirmed.append(await sync.transfer(5))
+
+        async def join(engine: Engine) -> None:
+            confirmed.append(await sync.join(engine, within_s=10))
+
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(join, late)
+            await anyio.wait_all_tasks_blocked()
+            assert (late.log, confirmed) == ([], []), "these would be the weights of before"
+            tg.start_soon(transfer)
+        assert confirmed == [5, {"b": 5}] and late.weights == "w5"
+        assert sync.syncing
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(join, later)
+            await anyio.wait_all_tasks_blocked()
+            assert later.log == [], "the sync has an engine: the others come after it"
+            await sync.resume()
+        assert sync.engines == ("b", "c") and not sync.syncing
+        assert late.log == ["load", "resume"]
+        assert keeper.dead == ([] if dies_in == "before" else ["a: it was killed"])
+
+
+async def test_a_sync_that_waits_ends_with_the_hope(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path
+) -> None:
+    with FileWeightSync(trainer, engines[:1], run_id="run-1", parent=tmp_path) as sync:
+        sync.keeper = keeper = Hope()
+        sync.leave("a")
+        async with anyio.create_task_group() as tg:
+
+            async def transfer() -> None:
+                with pytest.raises(WorkerDied, match="every engine died: none is left"):
+                    await sync.transfer(5)
+
+            tg.start_soon(transfer)
+            await anyio.wait_all_tasks_blocked()
+            keeper.hopes = False
+            sync.look_again()
+        engines[1].dead = True
+        await sync.resume()
+        await sync.join(engines[2], within_s=10)
+        assert engines[2].weights == "w0"
+
+
+async def test_a_fleet_tells_its_keeper_whom_it_puts_out_and_counts_who_will_come(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    class Keeper(Hope):
+        out: str | None = None
+
+        def was_put_out(self, engine: str, reason: str) -> None:
+            self.out = f"{engine}: {reason}"
+
+        def expected(self) -> int:
+            return 0 if self.out is None else 3
+
+    rollouts = RayRollouts([RayEngine(None, name=name) for name in "ab"])
+    engines = [RayEngine(None, name=name) for name in "ab"]
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        fleet = RayFleet(sync, rollouts)
+        keeper = Keeper()
+        fleet.attach(keeper)
+        assert fleet.put_out("a", "it is slow") == 1 + 3
+        assert keeper.out == "a: it is slow"
+        fleet.quarantine("b", "b is quarantined: it hangs")
+        assert sync.engines == () and not rollouts._some_live()
+        told: list[int | None] = []
+        await fleet.join(RayEngine(None, name="b"), within_s=1, confirmed=told.append)
+        assert told == [None] and sync.engines == ("b",) and rollouts._some_live()
+
+
 @pytest.mark.parametrize("call", ["pause", "load", "resume"])
 async def test_a_run_goes_on_without_the_engine_that_fails(
     trainer: Trainer, engines: list[Engine], tmp_path: Path, call: str

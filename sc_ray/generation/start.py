@@ -1,0 +1,64 @@
+"""How a generation worker starts: on the driver at first, beside the controller later on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import ray
+
+from sc_core import (
+    in_thread,
+)
+from sc_ray.cluster import kill, this_node
+from sc_ray.generation.engine import GenerationSpec
+from sc_ray.generation.port import RayEngine
+from sc_ray.generation.worker import GenerationActor
+from sc_ray.parcels import Parcels
+
+
+class GenerationStart(msgspec.Struct, frozen=True, kw_only=True):
+    """All that it takes to start a worker; crosses to the controller's process."""
+
+    spec: GenerationSpec
+    spread: bool  #: over the nodes of the cluster; otherwise on the driver's, with the controller
+    gpus: float = 0  #: that Ray keeps for each
+
+    def start(self, name: str) -> Any:
+        """The handle of a new `GenerationActor`, which is not up yet. It ends with this process."""
+        where = "SPREAD" if self.spread else this_node()
+        placed = GenerationActor.options(scheduling_strategy=where, num_gpus=self.gpus)
+        return placed.remote(self.spec, name)
+
+
+class EngineMaker:
+    """Starts workers from the controller's process. Works on asyncio, uvloop and trio."""
+
+    def __init__(self, start: GenerationStart, parcels: Parcels) -> None:
+        self._start = start
+        self._parcels = parcels
+        self._made: list[Any] = []
+
+    async def make(self, name: str) -> RayEngine:
+        """A worker that is up, and has no weights yet.
+
+        A cancel, and an error, end it.
+
+        Raises:
+            ConfigError, WorkerDied: it did not come up.
+        """
+        actor = await in_thread(self._start.start, name)
+        self._made.append(actor)
+        engine = RayEngine(actor, name=name)
+        try:
+            await engine.ready()
+            far = await engine.node_id() != ray.get_runtime_context().get_node_id()
+        except BaseException:
+            engine.end()
+            raise
+        return RayEngine(actor, name=name, parcels=self._parcels) if far else engine
+
+    def close(self) -> None:
+        """End all that were made."""
+        for actor in self._made:
+            kill(actor)

@@ -1,0 +1,342 @@
+"""The health of a fleet, step by step: fake engines, and a clock that jumps instead of waiting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from trio.testing import MockClock
+from virtual_clock import VirtualClockLoop
+
+from sc_core import GenerationFleetHealthConfig, RolloutError, ScError, WorkerDied
+from sc_ray.generation.health import FleetHealth
+
+pytestmark = pytest.mark.anyio
+SETTINGS: dict[str, Any] = {
+    "probe_interval_s": 10.0,
+    "probe_timeout_s": 5.0,
+    "unhealthy_threshold": 3,
+    "healthy_threshold": 2,
+}
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Nothing here is real: no thread, no process."""
+    if request.param == "trio":
+        return "trio", {"clock": MockClock(autojump_threshold=0)}
+    return "asyncio", {"loop_factory": VirtualClockLoop}
+
+
+class Engine:
+    def __init__(self, name: str, life: int = 0) -> None:
+        self.name, self.life = name, life
+        self.mood = "well"  #: or `hangs`, `unreachable`, `dead`
+        self.ended = False
+
+    def __repr__(self) -> str:
+        return f"{self.name}/{self.life}"
+
+    async def check(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        if self.mood == "hangs":
+            await anyio.sleep_forever()
+        if self.mood == "unreachable":
+            raise RolloutError("no route to it")
+        if self.mood == "dead":
+            raise WorkerDied(self.name, "it was killed")
+
+    def end(self) -> None:
+        self.ended = True
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def load_weights(self, path: Any, version: int) -> int:
+        return version
+
+
+class World:
+    """A fleet, what makes its engines, and who hears of it."""
+
+    def __init__(self, count: int, **settings: Any) -> None:
+        self.syncing = False
+        self.version = 7
+        self.log: list[str] = []  #: calls of the fleet, and what the run hears
+        self.failures: list[ScError] = []
+        self.served: dict[str, Engine] = {}
+        self.made: list[Engine] = []
+        self.making: Callable[[Engine], Any] = lambda engine: None
+        self.join_fails: Exception | None = None
+        self.looked = 0
+        engines = [Engine(f"e{number}") for number in range(count)]
+        self.served.update({engine.name: engine for engine in engines})
+        self.first = dict(self.served)
+        self.health = FleetHealth(
+            self,
+            engines,
+            GenerationFleetHealthConfig(**(SETTINGS | settings)),
+            make=self.make,
+            start_s=100.0,
+            in_thread=self.inline,
+        )
+
+    async def inline(self, work: Callable[[], None]) -> None:
+        await anyio.lowlevel.checkpoint()
+        work()
+
+    async def make(self, name: str) -> Engine:
+        engine = Engine(name, 1 + len(self.made))
+        self.made.append(engine)
+        await anyio.sleep(20)
+        wait = self.making(engine)
+        if wait is not None:
+            await wait
+        return engine
+
+    async def join(self, engine: Engine, *, within_s: float, confirmed: Any) -> None:
+        await anyio.sleep(1)
+        if self.join_fails is not None:
+            raise self.join_fails
+        if engine.mood == "dead":
+            raise WorkerDied(engine.name, "it was killed again")
+        confirmed(self.version)
+        self.served[engine.name] = engine
+        self.log.append(f"{engine!r} gets requests")
+
+    def quarantine(self, name: str, why: str) -> None:
+        del self.served[name]
+
+    def cut_off(self, name: str, why: str) -> int:
+        self.served.pop(name, None)
+        return len(self.served)
+
+    def look_again(self) -> None:
+        self.looked += 1
+
+    def engine_is(
+        self, engine: str, now: str, reason: str = "", *, confirmed: int | None = None
+    ) -> None:
+        at = "" if confirmed is None else f" at {confirmed}"
+        self.log.append(f"{engine} {now}{at}{': ' if reason else ''}{reason}")
+
+    def fail(self, error: ScError) -> None:
+        self.failures.append(error)
+
+    @asynccontextmanager
+    async def looked_after(self) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(self.health.run, self)
+            yield
+            tg.cancel_scope.cancel()
+
+
+async def test_engines_that_are_well_are_left_alone() -> None:
+    world = World(2)
+    async with world.looked_after():
+        await anyio.sleep(1000)
+    assert (world.log, world.failures, len(world.served)) == ([], [], 2)
+    assert not world.health.expects_more()
+
+
+@pytest.mark.parametrize("mood", ["hangs", "unreachable"])
+async def test_failed_probes_in_a_row_quarantine_and_good_ones_bring_back(mood: str) -> None:
+    world = World(2)
+    engine = world.first["e1"]
+    async with world.looked_after():
+        for _ in range(3):  # never three in a row
+            engine.mood = mood
+            await anyio.sleep(19)
+            engine.mood = "well"
+            await anyio.sleep(30)
+        assert world.log == []
+        engine.mood = mood
+        while "e1" in world.served:  # noqa: ASYNC110 - on a virtual clock
+            await anyio.sleep(1)
+        why = "no answer within 5 s" if mood == "hangs" else "RolloutError: no route to it"
+        assert world.log == [f"e1 quarantined: 3 probes failed: {why}"]
+        assert (world.health.expected(), engine.ended) == (1, False)
+        engine.mood = "well"
+        world.version = 9
+        await anyio.sleep(40)
+    assert world.log[1:] == ["e1 serving at 9", "e1/0 gets requests"]
+    assert not world.health.expects_more() and world.failures == []
+
+
+async def test_no_engine_is_quarantined_in_the_midst_of_a_sync() -> None:
+    world = World(1)
+    world.syncing = True
+    world.first["e0"].mood = "hangs"
+    async with world.looked_after():
+        await anyio.sleep(100)
+        assert world.log == []
+        world.syncing = False
+        await anyio.sleep(15)
+        assert world.log == ["e0 quarantined: 7 probes failed: no answer within 5 s"]
+
+
+async def test_who_can_t_come_back_stays_in_quarantine_and_tries_again() -> None:
+    world = World(2)
+    engine = world.first["e0"]
+    async with world.looked_after():
+        engine.mood = "unreachable"
+        await anyio.sleep(31)
+        engine.mood, world.join_fails = "well", RuntimeError("another version")
+        await anyio.sleep(50)
+        assert "e0" not in world.served and len(world.log) == 1
+        world.join_fails = None
+        await anyio.sleep(25)
+        assert world.served["e0"] is engine
+
+
+async def test_who_stays_silent_in_quarantine_counts_as_dead() -> None:
+    world = World(2)
+    world.first["e1"].mood = "hangs"
+    async with world.looked_after():
+        await anyio.sleep(200)
+    told = "6 probes failed: no answer within 5 s"
+    assert world.log[1:] == [
+        f"e1 restarting: e1 died, as it seems: {told}; restart 1 of 3",
+        "e1 serving at 7",
+        "e1/1 gets requests",
+    ]
+    assert world.first["e1"].ended and not world.made[0].ended
+
+
+@pytest.mark.parametrize("found", ["probe", "request", "sync"])
+async def test_a_dead_engine_is_made_anew_under_its_name(found: str) -> None:
+    world = World(2)
+    dead = world.first["e0"]
+    async with world.looked_after():
+        await anyio.sleep(1)
+        if found == "probe":
+            dead.mood = "dead"
+            await anyio.sleep(10)
+        elif found == "request":
+            world.health.died(dead, "it was killed")
+            assert world.health.expects_more(), "at once, before any task has run"
+            await anyio.sleep(1)
+        else:
+            world.health.was_put_out("e0", "it can't load")
+            assert world.health.expected() == 1
+            await anyio.sleep(1)
+        assert "e0" not in world.served and dead.ended
+        why = "was put out of service: it can't load" if found == "sync" else "died: it was killed"
+        assert world.log == [f"e0 restarting: e0 {why}; restart 1 of 3"]
+        assert world.health.expects_more()
+        world.health.died(dead, "told once more")
+        await anyio.sleep(21)
+        assert world.log[1:] == ["e0 serving at 7", "e0/1 gets requests"]
+        world.health.died(dead, "told too late")
+        await anyio.sleep(30)
+    assert len(world.log) == 3 and not world.health.expects_more()
+    assert [repr(engine) for engine in world.made] == ["e0/1"] and world.failures == []
+
+
+async def test_restarts_back_off_and_end_after_as_many_as_are_allowed() -> None:
+    world = World(2)
+    started: list[float] = []
+
+    def fail(engine: Engine) -> None:
+        started.append(anyio.current_time() - 20)
+        raise WorkerDied(engine.name, "it could not start")
+
+    world.making = fail
+    async with world.looked_after():
+        world.health.died(world.first["e1"], "it was killed")
+        await anyio.sleep(200)
+    gaps = [later - earlier - 20 for earlier, later in zip(started, started[1:], strict=False)]
+    assert gaps == [pytest.approx(1), pytest.approx(2)]
+    once = "e1 could not be restarted: e1 died: it could not start, after "
+    assert world.log[-1] == f"e1 out: {3 * once}e1 died: it was killed"
+    assert world.looked == 1 and not world.health.expects_more() and world.failures == []
+
+
+async def test_restarts_are_counted_over_the_life_of_the_run() -> None:
+    world = World(2, max_restart_attempts_per_shard=2)
+    async with world.looked_after():
+        for _ in range(3):
+            world.health.died(world.served["e0"], "it was killed")
+            await anyio.sleep(100)
+    assert [line for line in world.log if " gets " in line] == [
+        "e0/1 gets requests",
+        "e0/2 gets requests",
+    ]
+    assert world.log[-1] == "e0 out: e0 died: it was killed"
+
+
+async def test_a_start_without_an_end_is_given_up() -> None:
+    world = World(2, max_restart_attempts_per_shard=1)
+    world.making = lambda engine: anyio.sleep(math.inf)
+    async with world.looked_after():
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(99)
+        assert world.health.expects_more()
+        await anyio.sleep(2)
+        assert world.log[-1].startswith("e0 out: e0 could not be restarted: its start did not ret")
+
+
+async def test_one_that_dies_while_it_joins_is_ended_and_followed_by_another() -> None:
+    world = World(2)
+
+    def first_dies(engine: Engine) -> None:
+        engine.mood = "dead" if engine.life == 1 else "well"
+
+    world.making = first_dies
+    async with world.looked_after():
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(60)
+    assert [engine.ended for engine in world.made] == [True, False]
+    assert world.served["e0"].life == 2
+
+
+@pytest.mark.parametrize("settings", [{"on_dead_shard": "leave_out"}, {"enabled": False}])
+async def test_by_rule_a_dead_engine_is_left_out_until_too_few_live(settings: Any) -> None:
+    world = World(2, **settings)
+    async with world.looked_after():
+        world.health.died(world.first["e1"], "it was killed")
+        assert not world.health.expects_more()
+        await anyio.sleep(1000)
+        assert world.log == ["e1 out: e1 died: it was killed"]
+        assert world.failures == [] and world.first["e1"].ended and world.made == []
+        world.health.died(world.first["e0"], "it ran out of memory")
+        await anyio.sleep(1)
+    assert [str(failure) for failure in world.failures] == [
+        "every generation worker died: e0 died: it ran out of memory; e1 died: it was killed"
+    ]
+
+
+async def test_without_health_nobody_is_probed() -> None:
+    world = World(1, enabled=False)
+    world.first["e0"].mood = "dead"
+    async with world.looked_after():
+        await anyio.sleep(1000)
+    assert world.log == []
+
+
+async def test_fewer_than_wanted_end_the_run_and_say_what_each_died_of() -> None:
+    world = World(3, on_dead_shard="leave_out", min_healthy_shards=2)
+    async with world.looked_after():
+        world.health.died(world.first["e1"], "it was killed")
+        await anyio.sleep(1)
+        assert world.failures == []
+        world.health.died(world.first["e2"], "it was killed too")
+        await anyio.sleep(1)
+    assert str(world.failures[0]) == (
+        "too many generation workers died: 1 of 3 are left, and"
+        " async_rl.generation_fleet_health.min_healthy_shards is 2: e1 died: it was killed;"
+        " e2 died: it was killed too"
+    )
+
+
+async def test_by_rule_the_first_death_ends_the_run() -> None:
+    world = World(3, on_dead_shard="fail")
+    async with world.looked_after():
+        world.health.died(world.first["e1"], "it was killed")
+        assert not world.health.expects_more()
+        await anyio.sleep(1)
+    assert [str(failure) for failure in world.failures] == ["e1 died: it was killed"]
