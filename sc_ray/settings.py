@@ -159,14 +159,14 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
-        if not self.generation.gpus >= 0:
-            raise ConfigError(f"generation.gpus is {self.generation.gpus}; it must be at least 0")
         at_least = self.async_rl.generation_fleet_health.min_healthy_shards
         if at_least > self.generation.workers:
             raise ConfigError(
                 f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
                 f" {self.generation.workers} of generation.workers"
             )
+        if not self.generation.gpus >= 0:
+            raise ConfigError(f"generation.gpus is {self.generation.gpus}; it must be at least 0")
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(
                 f"cluster.max_controller_restarts is {self.cluster.max_controller_restarts}; it"

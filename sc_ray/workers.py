@@ -38,5 +38,7 @@ def died(worker: str, report: RayActorError) -> WorkerDied:
             break
         reason.insert(0, line)
     start = "it could not start: " if report.actor_init_failed else ""
-    told = " ".join(reason).partition(" Some common causes include")[0]
+    told = " ".join(reason).partition(" Some common causes include")[0].strip()
+    if not told:  # of a node that has fallen silent Ray has indented lines only
+        told = str(report).strip().splitlines()[-1].strip() if str(report).strip() else "it is gone"
     return WorkerDied(worker, start + told)

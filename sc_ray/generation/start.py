@@ -21,14 +21,14 @@ class GenerationStart(msgspec.Struct, frozen=True, kw_only=True):
     """All that it takes to start a worker; crosses to the controller's process."""
 
     spec: GenerationSpec
+    gpus: float  #: of Ray, for each
     spread: bool  #: over the nodes of the cluster; otherwise on the driver's, with the controller
-    gpus: float = 0  #: that Ray keeps for each
 
     def start(self, name: str) -> Any:
         """The handle of a new `GenerationActor`, which is not up yet. It ends with this process."""
         where = "SPREAD" if self.spread else this_node()
-        placed = GenerationActor.options(scheduling_strategy=where, num_gpus=self.gpus)
-        return placed.remote(self.spec, name)
+        options = GenerationActor.options(scheduling_strategy=where, num_gpus=self.gpus)
+        return options.remote(self.spec, name)
 
 
 class EngineMaker:

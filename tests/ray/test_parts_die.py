@@ -102,7 +102,7 @@ def steps(life: Life, more: int) -> None:
     assert life.until(lambda: (life.step or 0) >= wanted), life.last_line
 
 
-def told(life: Life, state: str) -> set[str]:
+def said_to_be(life: Life, state: str) -> set[str]:
     """Generation workers that its terminal said to be, or to have been, in that state."""
     return set(re.findall(rf"(generation-\d) is {state}", (life.run / "output.txt").read_text()))
 
@@ -125,16 +125,16 @@ def test_a_run_restarts_generation_workers_and_then_does_without_until_the_last(
     here, there = (actors_of(node, "GenerationWorker") for node in (nodes.head, nodes.far))
     assert (len(here), len(there)) == (1, 1)
     nodes.kill_one("GenerationWorker")
-    assert life.until(lambda: len(told(life, "back")) == 1), life.last_line
+    assert life.until(lambda: len(said_to_be(life, "back")) == 1), life.last_line
     steps(life, 3)
     nodes.cut_off_the_other_node()
     began = time.monotonic()
-    assert life.until(lambda: len(told(life, "restarting")) == 2), life.last_line
+    assert life.until(lambda: len(said_to_be(life, "restarting")) == 2), life.last_line
     assert time.monotonic() < began + AT_ONCE_S
-    assert life.until(lambda: len(told(life, "back")) == 2), life.last_line
+    assert life.until(lambda: len(said_to_be(life, "back")) == 2), life.last_line
     steps(life, 3)
     nodes.kill_one("GenerationWorker")
-    assert life.until(lambda: len(told(life, "out")) == 1), life.last_line
+    assert life.until(lambda: len(said_to_be(life, "out")) == 1), life.last_line
     steps(life, 3)
     nodes.kill_one("GenerationWorker")
     words = "WorkerDied: every generation worker died: generation-0 died: .*generation-1 died: "
@@ -174,7 +174,7 @@ def test_a_controller_that_died_is_followed_by_another_as_often_as_wished(
     life = start("cluster.max_controller_restarts=1")
     steps(life, 3)
     nodes.kill_one("GenerationWorker")  # the only one: the run waits for another
-    assert life.until(lambda: told(life, "back") == {"generation-0"}), life.last_line
+    assert life.until(lambda: said_to_be(life, "back") == {"generation-0"}), life.last_line
     steps(life, 3)
     step = life.step or 0
     nodes.kill_one("SingleControllerActor")

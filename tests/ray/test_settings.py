@@ -22,8 +22,9 @@ def refused(source: str, *overrides: str) -> str:
 
 def test_every_built_in_configuration_loads() -> None:
     assert builtin_configs() == ["demo", "exact", "pretrained", "vllm"]
-    for name in builtin_configs():
-        assert load_config(name).task.name == "larger_digit"
+    tasks = {name: load_config(name).task.name for name in builtin_configs()}
+    assert tasks.pop("pretrained") == "two_digit_sums"
+    assert set(tasks.values()) == {"larger_digit"}
 
 
 def test_the_demo_is_asynchronous_and_the_exact_one_is_not() -> None:
@@ -126,10 +127,6 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ),
         ("checkpointing.checkpoint_must_save_by=3:45", "is '3:45'; it must be dd:hh:mm:ss"),
         ("generation.workers=0", "generation.workers is 0; it must be at least 1"),
-        ("generation.gpus=-1", "generation.gpus is -1.0; it must be at least 0"),
-        ("generation.vllm.max_model_len=1", "vllm.max_model_len = 1 must be at least 2"),
-        ("generation.vllm.kv_cache_gib=0", "vllm.kv_cache_gib = 0 must be above 0"),
-        ("generation.vllm.pause_mode=hold", "generation.vllm.pause_mode"),
         (
             "async_rl.generation_fleet_health.min_healthy_shards=3",
             "async_rl.generation_fleet_health.min_healthy_shards is 3, more than the 1 of"
@@ -144,6 +141,10 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
             "async_rl.generation_fleet_health.unhealthy_threshold=0",
             "async_rl.generation_fleet_health.unhealthy_threshold is 0; it must be at least 1",
         ),
+        ("generation.gpus=-1", "generation.gpus is -1.0; it must be at least 0"),
+        ("generation.vllm.max_model_len=1", "vllm.max_model_len = 1 must be at least 2"),
+        ("generation.vllm.kv_cache_gib=0", "vllm.kv_cache_gib = 0 must be above 0"),
+        ("generation.vllm.pause_mode=hold", "generation.vllm.pause_mode"),
         ("policy.threads=0", "policy.threads is 0"),
         ("policy.workers=0", "policy.workers is 0"),
         ("policy.sharding=ddp", "$.policy.sharding"),
