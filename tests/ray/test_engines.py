@@ -366,6 +366,9 @@ class Echo:
     def __init__(self, spec: GenerationSpec) -> None:
         self.spec = spec
 
+    async def start(self) -> None:
+        pass
+
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [
             Completion(
