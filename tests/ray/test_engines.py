@@ -363,6 +363,8 @@ def test_a_call_that_is_cancelled_holds_nothing(driven: Driven) -> None:
 class Echo:
     """An engine of somebody else's."""
 
+    room = 100
+
     def __init__(self, spec: GenerationSpec) -> None:
         self.spec = spec
 
