@@ -37,7 +37,7 @@ from sc_ray.model import (
 from sc_ray.tasks import Task
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
-from sc_ray.trainer import Policy
+from sc_ray.trainer.policy import Policy
 
 TOKENIZER = Tokenizer.of_characters("0123456789,=")
 MODEL = ModelConfig(
@@ -363,8 +363,13 @@ def test_a_call_that_is_cancelled_holds_nothing(driven: Driven) -> None:
 class Echo:
     """An engine of somebody else's."""
 
+    room = 100
+
     def __init__(self, spec: GenerationSpec) -> None:
         self.spec = spec
+
+    async def start(self) -> None:
+        pass
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [
