@@ -6,15 +6,17 @@ import asyncio
 import concurrent.futures
 import itertools
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, TypeVar
 
 import anyio
 
 from sc_core import (
     ConfigError,
+    RolloutError,
     WeightSyncError,
     WorkerDied,
     in_thread,
@@ -54,7 +56,7 @@ class VllmEngine:
         self._starting = anyio.Lock()
         self._loading = anyio.Lock()
         self._held: anyio.Event | None = None  #: set by the end of the pause under way
-        self._reload: asyncio.Task[int] | None = None
+        self._loads: set[asyncio.Task[int]] = set()  #: under way
         self._broken = ""  #: why it can't be used, though its process lives
         self._numbers = itertools.count()
 
@@ -106,17 +108,12 @@ class VllmEngine:
     async def load(self, path: Path, version: int) -> int:
         vllm = await self._ready()
         await in_thread(vllm.check_file, path)  # vLLM dies of one that it can't use
-        async with self._loading:
-            paused = self._held is not None
-            if not paused:
-                await self.pause()
-            try:
-                # A cancel ends the wait, and not the load: half of the weights would be new.
-                self._reload = asyncio.create_task(self._take(vllm, path, version))
-                return await asyncio.shield(self._reload)
-            finally:
-                if not paused:
-                    await self.resume()
+        directory = self._linked(path)
+        # A cancel ends the wait, and not the load: half of the weights would be new.
+        load = asyncio.create_task(self._load(vllm, directory, version))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        return await asyncio.shield(load)
 
     async def load_content(self, content: Content, version: int) -> int:
         with unpacked(content) as path:
@@ -165,6 +162,8 @@ class VllmEngine:
             mixed = len(versions) > 1 and self.pause_mode != "keep"
             if aborted or mixed:  # by a pause: ask again, from the start
                 continue
+            if output.finish_reason == "error":  # what there is of it is no sample
+                raise RolloutError("vLLM has given up this request")
             tokens = list(output.token_ids)
             greedy = request.temperature == 0
             return Completion(
@@ -190,36 +189,48 @@ class VllmEngine:
 
         return await self._answer(vllm, last())
 
-    async def _take(self, vllm: Started, path: Path, version: int) -> int:
-        """Load weights while nothing runs. What fails here leaves weights that nobody knows."""
-        with self._as_directory(path) as directory:
-            vllm.check_file(directory / _FILE)  # it may have gone meanwhile
-            self._broken = f"it did not finish to load version {version}"
-            reload = {"weights_path": str(directory)}
-            try:
-                await self._answer(vllm, vllm.llm.collective_rpc("reload_weights", kwargs=reload))
-                await self._answer(vllm, vllm.llm.reset_prefix_cache())
-                await self._answer(vllm, vllm.llm.update_weight_version(str(version)))
-                confirmed = int(await self._answer(vllm, vllm.llm.get_weight_version()))
-            except WorkerDied:
-                raise
-            except Exception as exc:  # vLLM's, of any kind
-                raise WeightSyncError(f"vLLM could not load {path}: {exc}") from exc
-            self._broken = ""
-            return confirmed
+    def _linked(self, path: Path) -> Path:
+        """A directory that holds nothing but the file, by the name that vLLM looks for.
 
-    @contextmanager
-    def _as_directory(self, path: Path) -> Iterator[Path]:
-        """A directory that holds nothing but the file, by the name that vLLM looks for."""
+        There it stays whole, also if it goes from where it was before vLLM has opened it.
+        """
         directory = self._memory.path / f"weights-{next(self._numbers)}"
         directory.mkdir()
-        link = directory / _FILE
+        found, link = path.resolve(), directory / _FILE
         try:
-            link.symlink_to(path.resolve())
-            yield directory
+            link.hardlink_to(found)
+        except OSError:  # in another file system, or gone, which is found out before it is read
+            link.symlink_to(found)
+        return directory
+
+    async def _load(self, vllm: Started, directory: Path, version: int) -> int:
+        try:
+            async with self._loading:
+                paused = self._held is not None
+                try:
+                    if not paused:
+                        await self.pause()
+                    return await self._take(vllm, directory, version)
+                finally:
+                    if not paused:
+                        await self.resume()
         finally:
-            link.unlink(missing_ok=True)
-            directory.rmdir()
+            rmtree(directory, ignore_errors=True)
+
+    async def _take(self, vllm: Started, directory: Path, version: int) -> int:
+        """Load weights while nothing runs. What fails here leaves weights that nobody knows."""
+        vllm.check_file(directory / _FILE)
+        reload = {"weights_path": str(directory)}
+        try:
+            await self._answer(vllm, vllm.llm.collective_rpc("reload_weights", kwargs=reload))
+            await self._answer(vllm, vllm.llm.reset_prefix_cache())
+            await self._answer(vllm, vllm.llm.update_weight_version(str(version)))
+            return int(await self._answer(vllm, vllm.llm.get_weight_version()))
+        except BaseException as exc:
+            self._broken = f"it did not finish to load version {version}: {exc}"
+            if isinstance(exc, WorkerDied) or not isinstance(exc, Exception):
+                raise
+            raise WeightSyncError(f"vLLM could not load version {version}: {exc}") from exc
 
     async def _answer(self, vllm: Started, call: Coroutine[Any, Any, R]) -> R:
         """What `call` returns, unless the engine core dies before: that wakes nobody by itself."""
