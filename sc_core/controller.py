@@ -243,6 +243,17 @@ class SingleController:
         if not checkpoint and self._pumping is not None:
             self._pumping.cancel()
 
+    async def stop_requested(self) -> str:
+        """Wait until somebody, or the run's time budget, asks it to end; returns the reason.
+
+        For whoever waits for something beside the run, such as an engine: it is not needed any
+        more.
+        """
+        state = self._state
+        await state.wait_until(lambda state: state.stop_reason is not None, "a stop request")
+        assert state.stop_reason is not None
+        return state.stop_reason
+
     def fail(self, error: ScError) -> None:
         """End the run with this error, as if one of its own tasks had raised it."""
         self._failure = self._failure or error

@@ -54,6 +54,8 @@ class RunState:
         self.engines_away: dict[str, str] = {}  #: quarantined or restarting, and why
         self.engines_out: dict[str, str] = {}  #: put out of service, and why
         self._synced: tuple[str, ...] | None = None  #: what the last `weight_sync` event says
+        self._confirmed: dict[str, int] = {}  #: versions, in the sync under way
+        self._left: set[str] = set()  #: engines that ceased to serve since it began
         self.trained_at: float | None = None  #: when the last step was, on the loop's clock
         self.last_failures: deque[str] = deque(maxlen=_REASONS)  #: of attempts to be repeated
         self.last_drops: deque[str] = deque(maxlen=_REASONS)
@@ -275,7 +277,16 @@ class RunState:
         confirmed: int | None = None,
         log: bool = True,
     ) -> None:
-        """An engine's state has changed, or it has confirmed a version between two syncs."""
+        """An engine's state has changed, or it has confirmed a version between two syncs.
+
+        Of one that ceases to serve in a sync, the log gets to know what it had confirmed in it.
+        """
+        if now == "serving":
+            self._left.discard(engine)
+        else:
+            self._left.add(engine)
+            if confirmed is None:
+                confirmed = self._confirmed.pop(engine, None)
         self.engines = tuple(name for name in self.engines if name != engine)
         for others in (self.engines_away, self.engines_out):
             others.pop(engine, None)
@@ -289,14 +300,27 @@ class RunState:
         if log:
             self.record("engine", engines=(engine,), weight_version=confirmed, reason=told)
 
-    def engine_out(self, engine: str, reason: str, *, confirmed: int | None = None) -> None:
-        """An engine was put out of service; in the sync under way it had confirmed a version."""
+    def engine_out(self, engine: str, reason: str) -> None:
+        """An engine was put out of service."""
         logger.error("engine %s is out of service: %s", engine, reason)
-        self.engine_is(engine, "out", reason, confirmed=confirmed)
+        self.engine_is(engine, "out", reason)
+
+    def sync_begins(self) -> None:
+        """The weights are about to move."""
+        self._confirmed, self._left = {}, set()
+
+    def sync_confirmed(self, confirmed: Mapping[str, int], *, back: Iterable[str]) -> None:
+        """These engines have loaded; `back` had been put out, and others came under their names."""
+        self._confirmed = dict(confirmed)
+        self._left.difference_update(back)
 
     def open_gate(self, engines: Iterable[str], *, reason: str | None = None) -> None:
-        """These engines have confirmed the current version: dispatching may go on."""
-        confirmed = tuple(sorted(engines))
+        """These engines have confirmed the current version: dispatching may go on.
+
+        Those that have ceased to serve meanwhile are none of them.
+        """
+        confirmed = tuple(sorted({*engines} - self._left))
+        self._confirmed = {}
         for others in (self.engines_away, self.engines_out):
             for back in others.keys() & confirmed:
                 del others[back]

@@ -90,7 +90,6 @@ class WeightUpdates:
         self._drain_s = config.deadlines.rollout_s + self._deadline_s
         self._requests = state.requests if turns is None else turns.under_way
         self._put_out: dict[str, str] = {}  #: engines, in the sync under way
-        self._confirmed: Mapping[str, int] = {}  #: versions, in the sync under way
         if turns is not None:
             turns.attach(state)
 
@@ -108,28 +107,35 @@ class WeightUpdates:
         `weight_sync_s` at most, and there are as many as `weight_sync_attempts`, plus one for
         each time that engines are put out of service.
 
+        Of a run that was asked to stop, and has no engine left, the gate just stays closed.
+
         Raises:
             EnginesFailed: engines failed that the fleet can't do without.
             WeightSyncError: something else failed, or no engine answered.
-            WorkerDied: no engine is left.
+            WorkerDied: no engine is left, and nobody asked for a stop.
             CallTimeout: pause, transfer or resume outlived its deadline, or requests that were to
                 be drained outlived theirs.
         """
         state, version = self._state, self._state.ledger.weight_version
-        self._put_out, self._confirmed = {}, {}
+        self._put_out = {}
+        state.sync_begins()
         if self._drain:
             await self._wait_for_requests()
         try:
             await self._each("pause", self._sync.pause)
             confirmed = await self._each("transfer", lambda: self._transfer(version))
-            self._confirmed = confirmed
-            for back in self._put_out.keys() & confirmed:  # under its name, there is a new one
-                del self._put_out[back]
-        except BaseException:
+            back = self._put_out.keys() & confirmed  # under that name, there is a new one
+            state.sync_confirmed(confirmed, back=back)
+            for engine in back:
+                del self._put_out[engine]
+        except BaseException as error:
             try:
                 await self._resume()
             except Exception as exc:  # the error under way says more than this one
                 logger.error("engines may still be paused: %s", exc)
+            if isinstance(error, WorkerDied) and state.stop_reason is not None:
+                logger.warning("weight version %d is not sent before the end: %s", version, error)
+                return
             raise
         await self._resume()
         out = "; ".join(f"{engine}: {reason}" for engine, reason in self._put_out.items())
@@ -197,7 +203,7 @@ class WeightUpdates:
                 "how many engines are left",
             )
             self._put_out[engine] = reason
-            self._state.engine_out(engine, reason, confirmed=self._confirmed.get(engine))
+            self._state.engine_out(engine, reason)
         return left > 0
 
     async def _resume(self) -> None:
@@ -205,6 +211,5 @@ class WeightUpdates:
             await self._each("resume", self._sync.resume)
         except EnginesFailed as exc:
             for engine in exc.failures.keys() - self._put_out.keys():
-                confirmed = self._confirmed.get(engine)
-                self._state.engine_out(engine, exc.failures[engine], confirmed=confirmed)
+                self._state.engine_out(engine, exc.failures[engine])
             raise

@@ -101,6 +101,7 @@ class FileWeightSync:
         self._engines = tuple(engines)
         self._version: int | None = None  #: of the last transfer
         self._syncing = False
+        self._may_wait = True  #: for an engine
         self._awaits_one = False  #: the sync under way has weights, and no engine to give them to
         self._news: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Of the next change of all this; then there is another one."""
@@ -137,6 +138,11 @@ class FileWeightSync:
         with self._lock:
             news, self._news = self._news, concurrent.futures.Future()
         news.set_result(None)
+
+    def stop_waiting(self) -> None:
+        """Have a transfer that waits for an engine, now or later, end as if none were expected."""
+        self._may_wait = False
+        self.look_again()
 
     async def join(self, engine: Engine, *, within_s: float) -> int | None:
         """Let an engine take part in syncs, as soon as it has the weights of the last one.
@@ -254,7 +260,7 @@ class FileWeightSync:
                 news = self._news
                 if self._engines:
                     return dict.fromkeys(self.engines, version)
-                if not self.keeper.expects_more():
+                if not (self._may_wait and self.keeper.expects_more()):
                     raise WorkerDied("every engine", "none is left to take the weights")
                 await await_future(news)
         finally:

@@ -16,6 +16,7 @@ from sc_core.errors import (
     EnginesFailed,
     RolloutError,
     WeightSyncError,
+    WorkerDied,
 )
 from sc_core.events import Event
 from sc_core.ledger import Ledger
@@ -411,6 +412,88 @@ async def test_an_engine_that_was_put_out_may_come_back() -> None:
     syncs = [event for event in run.log.events if event.event == "weight_sync"]
     assert syncs[0].engines == ("engine0",) and syncs[0].reason is not None
     assert [event.reason for event in syncs[1:]] == [None] * 6
+
+
+@pytest.mark.parametrize("during", ["transfer", "resume"])
+async def test_an_engine_lost_in_a_sync_that_it_confirmed_does_not_serve_after_it(
+    during: str,
+) -> None:
+    """Nor does the log say so; but what it made by then, after a resume, is in order."""
+    run = MemoryRun(settings("in_flight"), range(100), latency=lambda p, s: 1, engines=2)
+    call = getattr(run.engines, during)
+    told: list[Any] = []
+
+    async def then_one_dies(*version: int) -> Any:
+        answer = await call(*version)
+        controller = run.controller
+        if run.engines.serves["engine1"] == 3 and not told and controller is not None:
+            await anyio.sleep(1.5)  # requests end
+            controller.engine_is("engine1", "restarting", "it died")
+            told.append(controller)
+        return answer
+
+    async def script(prompt: Prompt, sibling: int, version: int) -> None:
+        if told and version == 3 and len(told) == 1:
+            told.append(run.controller and run.controller.statistics())
+
+    setattr(run.engines, during, then_one_dies)
+    run.engines._script = script
+    assert await run.run() is not None
+    check(run)
+    stats = told[1]
+    assert stats.engines == ("engine0",)
+    assert stats.engines_away == {"engine1": "restarting: it died"}
+    (lost,) = [event for event in run.log.events if event.event == "engine"]
+    assert lost.weight_version == (3 if during == "resume" else None)
+    syncs = [event for event in run.log.events if event.event == "weight_sync"]
+    assert [event.engines for event in syncs if event.engines] == [
+        ("engine0", "engine1"),
+        ("engine0",),
+        ("engine0", "engine1"),
+    ]
+
+
+@pytest.mark.parametrize("stopped", ["before", "during"])
+async def test_a_stop_while_there_is_no_engine_saves_the_step_and_ends(stopped: str) -> None:
+    run = MemoryRun(settings("in_flight", checkpointing={"save_period": 100}), range(100))
+    transfer = run.engines.transfer
+
+    async def none_is_left(version: int) -> Any:
+        if version != 2:
+            return await transfer(version)
+        assert run.controller is not None
+        if stopped == "before":
+            run.controller.stop("by hand")
+        assert await run.controller.stop_requested() == "by hand"
+        raise WorkerDied("every engine", "none is left to take the weights")
+
+    async def stop() -> None:
+        await anyio.sleep(100)
+        assert run.controller is not None
+        assert run.controller.statistics().step == 2
+        run.controller.stop("by hand")
+
+    run.engines.transfer = none_is_left  # type: ignore[method-assign]
+    async with anyio.create_task_group() as tg:
+        if stopped == "during":
+            tg.start_soon(stop)
+        result = await run.run()
+    assert result is not None and (result.reason, result.step) == ("stopped", 2)
+    assert run.bundles() == [2] and not run.engines.paused
+    check(run)
+    assert run.controller is not None
+    assert run.controller.statistics().gate_closed_for == "weight sync of version 2"
+
+
+async def test_without_a_stop_the_last_engine_s_death_ends_the_run() -> None:
+    run = MemoryRun(settings("in_flight"), range(100))
+
+    async def none_is_left(version: int) -> Any:
+        raise WorkerDied("every engine", "none is left to take the weights")
+
+    run.engines.transfer = none_is_left  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied, match="none is left"):
+        await run.run()
 
 
 async def test_a_fleet_that_keeps_what_it_was_to_put_out_ends_the_run() -> None:

@@ -47,6 +47,10 @@ class RayFleet:
         self._sync.look_again()
         self._rollouts.look_again()
 
+    def stop_waiting(self) -> None:
+        """The run is about to end: have no sync wait for an engine any more."""
+        self._sync.stop_waiting()
+
     async def join(
         self,
         engine: RayEngine,

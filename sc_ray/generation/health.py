@@ -51,6 +51,7 @@ class Fleet(Protocol[E_contra]):
     def quarantine(self, name: str, why: str) -> None: ...
     def cut_off(self, name: str, why: str) -> int: ...
     def look_again(self) -> None: ...
+    def stop_waiting(self) -> None: ...
 
 
 class Run(Protocol):
@@ -60,6 +61,7 @@ class Run(Protocol):
         self, engine: str, now: EngineState, reason: str = "", *, confirmed: int | None = None
     ) -> None: ...
     def fail(self, error: ScError) -> None: ...
+    async def stop_requested(self) -> str: ...
 
 
 class FleetHealth(Generic[E]):
@@ -98,6 +100,8 @@ class FleetHealth(Generic[E]):
         async with anyio.create_task_group() as tg:
             for shard in self._shards.values():
                 tg.start_soon(self._look_after, shard, name=f"health of {shard.engine.name}")
+            await reports.stop_requested()
+            self._fleet.stop_waiting()
 
     # what others see --------------------------------------------------------------------
 

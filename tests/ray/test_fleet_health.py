@@ -73,6 +73,8 @@ class World:
         self.making: Callable[[Engine], Any] = lambda engine: None
         self.join_fails: Exception | None = None
         self.looked = 0
+        self.waits = True
+        self.stopping = anyio.Event()
         engines = [Engine(f"e{number}") for number in range(count)]
         self.served.update({engine.name: engine for engine in engines})
         self.first = dict(self.served)
@@ -117,6 +119,13 @@ class World:
 
     def look_again(self) -> None:
         self.looked += 1
+
+    def stop_waiting(self) -> None:
+        self.waits = False
+
+    async def stop_requested(self) -> str:
+        await self.stopping.wait()
+        return "by hand"
 
     def engine_is(
         self, engine: str, now: str, reason: str = "", *, confirmed: int | None = None
@@ -235,6 +244,19 @@ async def test_a_dead_engine_is_made_anew_under_its_name(found: str) -> None:
         await anyio.sleep(30)
     assert len(world.log) == 3 and not world.health.expects_more()
     assert [repr(engine) for engine in world.made] == ["e0/1"] and world.failures == []
+
+
+async def test_a_run_that_is_stopped_waits_for_no_engine_and_they_are_looked_after_on() -> None:
+    world = World(1)
+    async with world.looked_after():
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(1)
+        assert world.waits
+        world.stopping.set()
+        await anyio.wait_all_tasks_blocked()
+        assert not world.waits and world.health.expects_more(), "rollouts do wait"
+        await anyio.sleep(50)
+    assert world.served["e0"].life == 1
 
 
 async def test_restarts_back_off_and_end_after_as_many_as_are_allowed() -> None:

@@ -407,8 +407,9 @@ async def test_a_sync_that_has_no_engine_left_waits_for_the_one_that_joins(
         assert keeper.dead == ([] if dies_in == "before" else ["a: it was killed"])
 
 
-async def test_a_sync_that_waits_ends_with_the_hope(
-    trainer: Trainer, engines: list[Engine], tmp_path: Path
+@pytest.mark.parametrize("of_what", ["the hope", "the run"])
+async def test_a_sync_that_waits_ends_with_its_reason(
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, of_what: str
 ) -> None:
     with FileWeightSync(trainer, engines[:1], run_id="run-1", parent=tmp_path) as sync:
         sync.keeper = keeper = Hope()
@@ -421,8 +422,11 @@ async def test_a_sync_that_waits_ends_with_the_hope(
 
             tg.start_soon(transfer)
             await anyio.wait_all_tasks_blocked()
-            keeper.hopes = False
-            sync.look_again()
+            if of_what == "the run":
+                RayFleet(sync, RayRollouts([RayEngine(None, name="a")])).stop_waiting()
+            else:
+                keeper.hopes = False
+                sync.look_again()
         engines[1].dead = True
         await sync.resume()
         await sync.join(engines[2], within_s=10)
