@@ -101,6 +101,7 @@ class FileWeightSync:
         self._engines = tuple(engines)
         self._version: int | None = None  #: of the last transfer
         self._syncing = False
+        self._leaving: tuple[Engine, ...] = ()  #: in the sync under way, which has paused them
         self._may_wait = True  #: for an engine
         self._awaits_one = False  #: the sync under way has weights, and no engine to give them to
         self._news: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -144,11 +145,18 @@ class FileWeightSync:
         self._may_wait = False
         self.look_again()
 
-    async def join(self, engine: Engine, *, within_s: float) -> int | None:
+    async def join(
+        self,
+        engine: Engine,
+        *,
+        within_s: float,
+        overtaken: Callable[[int], object] = lambda version: None,
+    ) -> int | None:
         """Let an engine take part in syncs, as soon as it has the weights of the last one.
 
         Returns the version that it confirmed; before the first sync there is none to give. A
-        sync under way is waited for, unless it is that sync which waits for an engine.
+        sync under way is waited for, unless it is that sync which waits for an engine. If one
+        begins before the engine has confirmed, `overtaken` hears of the version that it got.
 
         Raises:
             ConfigError: there is an engine of that name.
@@ -180,16 +188,20 @@ class FileWeightSync:
                 except Exception as exc:  # the file may have gone meanwhile
                     failure, problem = exc, str(exc)
                 with self._lock:
-                    if self._version != version or not self._may_join():
-                        continue  # there are newer weights, or will be soon
-                    if problem:
+                    # or there are newer weights, or will be soon
+                    in_time = self._version == version and self._may_join()
+                    if in_time and problem:
                         raise WeightSyncError(
                             f"{engine.name} can't join: it did not confirm version {version}:"
                             f" {problem}"
                         ) from failure
-                    if engine.name in self.engines or self._closed:
-                        continue
-                    self._engines += (engine,)
+                    joins = in_time and engine.name not in self.engines and not self._closed
+                    if joins:
+                        self._engines += (engine,)
+                if not joins:
+                    if not problem:
+                        overtaken(version)
+                    continue
                 self.look_again()
                 return version
         raise CallTimeout(f"join of engine {engine.name}", within_s)
@@ -197,9 +209,14 @@ class FileWeightSync:
     def _may_join(self) -> bool:
         return not self._syncing or self._awaits_one
 
-    def leave(self, name: str) -> int:
-        """Leave an engine out from now on; returns how many are left."""
+    def leave(self, name: str, *, goes_on: bool = False) -> int:
+        """Leave an engine out from now on; returns how many are left.
+
+        `goes_on`: it has requests to finish, so a sync under way that has paused it resumes it.
+        """
         with self._lock:
+            if goes_on and self._syncing:
+                self._leaving += tuple(each for each in self._engines if each.name == name)
             self._engines = tuple(each for each in self._engines if each.name != name)
             return len(self._engines)
 
@@ -231,7 +248,9 @@ class FileWeightSync:
 
     async def resume(self) -> None:
         """Every engine that lives goes on, also when another one fails to; then this raises."""
-        await self._each("resume", lambda engine: engine.resume())
+        with self._lock:
+            leaving, self._leaving = self._leaving, ()
+        await self._each("resume", lambda engine: engine.resume(), also=leaving)
         self._sync_ends()
 
     def close(self) -> None:
@@ -266,12 +285,18 @@ class FileWeightSync:
         finally:
             self._awaits_one = False
 
-    async def _each(self, what: str, work: Callable[[Engine], Awaitable[R]]) -> dict[str, R]:
+    async def _each(
+        self,
+        what: str,
+        work: Callable[[Engine], Awaitable[R]],
+        *,
+        also: tuple[Engine, ...] = (),
+    ) -> dict[str, R]:
         """Call all engines at once; one that fails doesn't stop the others.
 
         One that died is left out from now on, as it is by whoever sends it requests.
         """
-        engines = self._engines
+        engines = (*self._engines, *also)
         results: dict[str, R] = {}
         failures: dict[str, Exception] = {}
         deaths: dict[str, WorkerDied] = {}

@@ -117,6 +117,10 @@ GOOD: dict[str, Story] = {
     .commit(0, {A: (0,)}),
     "and ended by what it came back with": begun().out(0).out(1).engine(A, "quarantined: slow")
     .commit(0, {B: (0,)}).train(0).sync(B).commit(1, {A: (1,)}, start=0).engine(A, "serving", 1),
+    "or by what it got while the next version came": begun().out(0).out(1)
+    .engine(A, "quarantined: slow").commit(0, {B: (0,)}).train(0).sync(B)
+    .commit(1, {A: (1,)}, start=0).train(1).engine(A, "quarantined: slow", 1).sync(B)
+    .engine(A, "serving", 2),
     "after a resume": begun().out(0).commit(0, {A: (0,)}).train(0).resume().sync(A).out(1)
     .commit(1, {A: (1,)}),
     "a sibling kept by a resume": Story("sibling").sync(A).out(0).resume().sync(B)

@@ -21,6 +21,9 @@ class FleetKeeper(Keeper, Protocol):
     def was_put_out(self, engine: str, reason: str) -> None:
         """An engine lives and failed a sync: it gets neither weights nor requests any more."""
 
+    def has_left(self, engine: str) -> None:
+        """An engine was taken out on purpose, and is not looked after any more."""
+
     def expected(self) -> int:
         """How many engines that don't serve now will, as far as one can tell."""
 
@@ -57,14 +60,16 @@ class RayFleet:
         *,
         within_s: float = 600.0,
         confirmed: Callable[[int | None], object] = lambda version: None,
+        overtaken: Callable[[int], object] = lambda version: None,
     ) -> None:
         """Give an engine the weights of the last sync, then requests.
 
         `confirmed` is called in between, with the version; None before the first sync.
+        `overtaken` is called for each version that it confirmed while the next one came.
 
         Raises: as `FileWeightSync.join`; the engine then gets neither.
         """
-        version = await self._sync.join(engine, within_s=within_s)
+        version = await self._sync.join(engine, within_s=within_s, overtaken=overtaken)
         try:
             confirmed(version)
             self._rollouts.join(engine)
@@ -76,15 +81,20 @@ class RayFleet:
     def leave(self, name: str) -> None:
         """Send an engine no more weights, nor requests. Those that it has go on.
 
+        Nobody looks after it any more, and none comes in its place. With a keeper, on its loop.
+
         Raises:
             ConfigError: there is none of that name, or it is the last one.
         """
         if name not in self._sync.engines or self._sync.engines == (name,):
             raise ConfigError(f"engine {name} can't leave; there are {self._sync.engines}")
-        self.quarantine(name, f"{name} has left")
+        self._rollouts.leave(name)
+        self._sync.leave(name, goes_on=True)
+        if self._keeper is not None:
+            self._keeper.has_left(name)
 
     def quarantine(self, name: str, why: str) -> None:
-        """As `leave`, whoever else there is."""
+        """Send an engine no more weights, nor requests, for now. Those that it has go on."""
         self._rollouts.leave(name, why)
         self._sync.leave(name)
 

@@ -46,7 +46,12 @@ class Fleet(Protocol[E_contra]):
     @property
     def syncing(self) -> bool: ...
     async def join(
-        self, engine: E_contra, *, within_s: float, confirmed: Callable[[int | None], object]
+        self,
+        engine: E_contra,
+        *,
+        within_s: float,
+        confirmed: Callable[[int | None], object],
+        overtaken: Callable[[int], object],
     ) -> None: ...
     def quarantine(self, name: str, why: str) -> None: ...
     def cut_off(self, name: str, why: str) -> int: ...
@@ -108,14 +113,23 @@ class FleetHealth(Generic[E]):
     def died(self, engine: Engine, reason: str) -> None:
         """Hear that this engine, not one of its name, is dead. Never waits."""
         shard = self._shards.get(engine.name)
-        if shard is not None and shard.engine is engine and shard.state in _IN_USE:
+        if shard is not None and shard.engine is engine and shard.in_use:
             shard.notice(f"{engine.name} died: {reason}")
 
     def was_put_out(self, engine: str, reason: str) -> None:
         """Hear that this engine failed a sync. Never waits."""
         shard = self._shards.get(engine)
-        if shard is not None and shard.state in _IN_USE:
+        if shard is not None and shard.in_use:
             shard.notice(f"{engine} was put out of service: {reason}")
+
+    def has_left(self, engine: str) -> None:
+        """Hear that this engine was taken out, and belongs to others now. Never waits."""
+        shard = self._shards.get(engine)
+        if shard is not None and shard.in_use:
+            shard.state, shard.death = "out", None
+            shard.noticed.set()
+            if self._reports is not None:
+                self._is(shard, "out", "it has left")
 
     def expected(self) -> int:
         return sum(map(self._will_serve, self._shards.values()))
@@ -139,10 +153,10 @@ class FleetHealth(Generic[E]):
         while shard.state != "out":
             with anyio.move_on_after(interval_s):
                 await shard.noticed.wait()
-            if shard.death is None:
-                await self._probe(shard)
             if shard.death is not None:
                 await self._follow_rule(shard, shard.death)
+            else:
+                await self._probe(shard)
 
     async def _probe(self, shard: _Shard[E]) -> None:
         timeout_s = self._settings.probe_timeout_s
@@ -155,7 +169,7 @@ class FleetHealth(Generic[E]):
             self.died(shard.engine, death.reason)
         except Exception as exc:  # whatever it is, the probe has failed
             failure = f"{type(exc).__name__}: {exc}"
-        if shard.death is not None:
+        if shard.death is not None or not shard.in_use:
             return
         if failure:
             self._failed(shard, failure)
@@ -163,13 +177,16 @@ class FleetHealth(Generic[E]):
             await self._passed(shard)
 
     def _failed(self, shard: _Shard[E], failure: str) -> None:
+        if shard.state == "serving" and self._fleet.syncing:
+            shard.failed = 0  # it has its own deadlines, and an engine that loads is busy
+            return
         shard.passed, shard.failed = 0, shard.failed + 1
         threshold, name = self._settings.unhealthy_threshold, shard.engine.name
         told = f"{shard.failed} probes failed: {failure}"
         if shard.state == "quarantined":
             if shard.failed >= 2 * threshold:
                 shard.notice(f"{name} died, as it seems: {told}")
-        elif shard.failed >= threshold and not self._fleet.syncing:  # it has its own deadlines
+        elif shard.failed >= threshold:
             self._fleet.quarantine(name, f"{name} is quarantined: {told}")
             self._is(shard, "quarantined", told)
 
@@ -188,7 +205,13 @@ class FleetHealth(Generic[E]):
         def confirmed(version: int | None) -> None:
             self._is(shard, "serving", confirmed=version)
 
-        await self._fleet.join(shard.engine, within_s=self._start_s, confirmed=confirmed)
+        def overtaken(version: int) -> None:
+            if shard.state == "quarantined":  # requests that it still has may end by these weights
+                self._is(shard, "quarantined", shard.reason, confirmed=version)
+
+        await self._fleet.join(
+            shard.engine, within_s=self._start_s, confirmed=confirmed, overtaken=overtaken
+        )
 
     # a dead one -------------------------------------------------------------------------
 
@@ -265,9 +288,6 @@ class FleetHealth(Generic[E]):
         self._reports.fail(error)
 
 
-_IN_USE = ("serving", "quarantined")
-
-
 class _Shard(Generic[E]):
     """One engine by its name, and those that come after it."""
 
@@ -279,6 +299,10 @@ class _Shard(Generic[E]):
         self.noticed = anyio.Event()
         self.failed = self.passed = 0  #: probes in a row
         self.restarts = 0
+
+    @property
+    def in_use(self) -> bool:
+        return self.state in ("serving", "quarantined")
 
     def notice(self, death: str) -> None:
         if self.death is None:

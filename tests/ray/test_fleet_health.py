@@ -66,6 +66,7 @@ class World:
     def __init__(self, count: int, **settings: Any) -> None:
         self.syncing = False
         self.version = 7
+        self.moves = False  #: the version, while the next engine joins
         self.log: list[str] = []  #: calls of the fleet, and what the run hears
         self.failures: list[ScError] = []
         self.served: dict[str, Engine] = {}
@@ -100,8 +101,15 @@ class World:
             await wait
         return engine
 
-    async def join(self, engine: Engine, *, within_s: float, confirmed: Any) -> None:
+    async def join(
+        self, engine: Engine, *, within_s: float, confirmed: Any, overtaken: Any
+    ) -> None:
         await anyio.sleep(1)
+        if self.moves:
+            self.moves = False
+            overtaken(self.version)
+            self.version += 1
+            await anyio.sleep(1)
         if self.join_fails is not None:
             raise self.join_fails
         if engine.mood == "dead":
@@ -176,16 +184,55 @@ async def test_failed_probes_in_a_row_quarantine_and_good_ones_bring_back(mood: 
     assert not world.health.expects_more() and world.failures == []
 
 
-async def test_no_engine_is_quarantined_in_the_midst_of_a_sync() -> None:
+async def test_probes_that_fail_in_the_midst_of_a_sync_do_not_count() -> None:
+    """Who loads weights is busy, and has deadlines of its own for that."""
     world = World(1)
     world.syncing = True
-    world.first["e0"].mood = "hangs"
+    engine = world.first["e0"]
     async with world.looked_after():
-        await anyio.sleep(100)
+        for syncing in (True, False, True):
+            world.syncing, engine.mood = syncing, "hangs"
+            await anyio.sleep(100 if syncing else 29)
+            engine.mood = "well"
         assert world.log == []
-        world.syncing = False
-        await anyio.sleep(15)
-        assert world.log == ["e0 quarantined: 7 probes failed: no answer within 5 s"]
+        world.syncing, engine.mood = False, "hangs"
+        await anyio.sleep(60)
+        assert world.log == ["e0 quarantined: 3 probes failed: no answer within 5 s"]
+
+
+async def test_a_version_that_came_too_late_for_one_in_quarantine_is_in_the_log() -> None:
+    """The requests that it still has may have ended by those weights."""
+    world = World(2)
+    engine = world.first["e0"]
+    async with world.looked_after():
+        engine.mood = "unreachable"
+        await anyio.sleep(31)
+        engine.mood, world.moves = "well", True
+        await anyio.sleep(50)
+    quarantined, *others = world.log
+    assert others == [
+        quarantined.replace(" quarantined:", " quarantined at 7:"),
+        "e0 serving at 8",
+        "e0/0 gets requests",
+    ]
+
+
+@pytest.mark.parametrize("when", ["well", "dead", "probed"])
+async def test_who_has_left_is_not_restarted_whatever_becomes_of_it(when: str) -> None:
+    world = World(2, unhealthy_threshold=1)
+    engine = world.first["e1"]
+    async with world.looked_after():
+        engine.mood = "hangs" if when == "probed" else "well"
+        await anyio.sleep(12)
+        if when == "dead":
+            world.health.died(engine, "it was killed")
+        world.health.has_left("e1")
+        engine.mood = "dead"
+        await anyio.sleep(1000)
+        world.health.died(engine, "it was ended")
+        await anyio.sleep(1000)
+    assert world.log == ["e1 out: it has left"]
+    assert not (engine.ended or world.made or world.failures or world.health.expects_more())
 
 
 async def test_who_can_t_come_back_stays_in_quarantine_and_tries_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import stat
@@ -264,8 +265,9 @@ async def test_who_joins_during_a_sync_comes_after_it(
         assert (late.weights, sync.engines) == ("w5", ("a", "b", "c"))
 
 
+@pytest.mark.parametrize("had_loaded", [False, True])
 async def test_who_joins_while_the_version_moves_loads_again(
-    trainer: Trainer, engines: list[Engine], tmp_path: Path
+    trainer: Trainer, engines: list[Engine], tmp_path: Path, had_loaded: bool
 ) -> None:
     *first, late = engines
     with FileWeightSync(trainer, first, run_id="run-1", parent=tmp_path) as sync:
@@ -285,9 +287,18 @@ async def test_who_joins_while_the_version_moves_loads_again(
                 thread.start()
                 thread.join()
 
-        late.on_load = in_between
-        await sync.join(late, within_s=10)
+        def confirm_late(version: int) -> int:
+            in_between()
+            return version
+
+        if had_loaded:
+            late.confirms = confirm_late
+        else:
+            late.on_load = in_between  # the file has gone by then
+        overtaken: list[int] = []
+        assert await sync.join(late, within_s=10, overtaken=overtaken.append) == 5
         assert (late.log, late.weights) == (["load", "load"], "w5")
+        assert overtaken == ([4] if had_loaded else [])
 
 
 async def test_who_can_t_load_or_comes_too_late_does_not_join(
@@ -350,6 +361,55 @@ async def test_a_fleet_gives_weights_then_requests_from_any_thread(
         assert fleet.put_out("b", "it is slow") == 0
         with pytest.raises(WorkerDied, match="a has left; b was put out of service: it is slow"):
             rollouts._choose(0)
+
+
+@pytest.mark.parametrize("after", ["pause", "transfer", "resume"])
+async def test_who_leaves_in_the_midst_of_a_sync_is_resumed_and_not_looked_after(
+    trainer: Trainer, tmp_path: Path, after: str
+) -> None:
+    class Known(RayEngine):
+        def __init__(self, name: str) -> None:
+            super().__init__(None, name=name)
+            self.log: list[str] = []
+
+        async def pause(self) -> None:
+            self.log.append("pause")
+
+        async def resume(self) -> None:
+            self.log.append("resume")
+
+        async def load_weights(self, path: Path, version: int) -> int:
+            self.log.append("load")
+            return version
+
+    class Keeper(Hope):
+        left: str | None = None
+
+        def was_put_out(self, engine: str, reason: str) -> None:
+            raise AssertionError
+
+        def has_left(self, engine: str) -> None:
+            self.left = engine
+
+        def expected(self) -> int:
+            return 0
+
+    engines = [Known("a"), Known("b")]
+    with FileWeightSync(trainer, engines, run_id="run-1", parent=tmp_path) as sync:
+        fleet = RayFleet(sync, RayRollouts(engines))
+        fleet.attach(keeper := Keeper())
+        for name, call in (
+            ("pause", sync.pause),
+            ("transfer", functools.partial(sync.transfer, 1)),
+            ("resume", sync.resume),
+            ("", sync.resume),
+        ):
+            await call()
+            if name == after:
+                fleet.leave("b")
+    assert keeper.left == "b"
+    loads = [] if after == "pause" else ["load"]
+    assert engines[1].log == ["pause", *loads, "resume"]
 
 
 class Hope:
@@ -441,6 +501,9 @@ async def test_a_fleet_tells_its_keeper_whom_it_puts_out_and_counts_who_will_com
 
         def was_put_out(self, engine: str, reason: str) -> None:
             self.out = f"{engine}: {reason}"
+
+        def has_left(self, engine: str) -> None:
+            raise AssertionError
 
         def expected(self) -> int:
             return 0 if self.out is None else 3
