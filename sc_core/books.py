@@ -69,6 +69,7 @@ class Prompt(msgspec.Struct):
     attempt: int = -1
     weight_version: int | None = None  #: that attempt's stamp
     dispatched: int = 0  #: sequence number of that dispatch
+    begun: int | None = None  #: of the first one
     resumed: bool = False  #: it was live in an earlier incarnation
 
 
@@ -280,6 +281,8 @@ class Books:
             prompt.attempt = max(prompt.attempt, _attempt(ordinal, event.group_id))
             self._stamped(event, prompt)
             prompt.dispatched = event.seq
+            if prompt.begun is None:
+                prompt.begun = event.seq
         elif kind == "committed":
             self.served.commit(event, dispatched=prompt.dispatched, kept=prompt.resumed)
         elif kind in ("selected", "abandoned"):
@@ -339,8 +342,9 @@ class Books:
             self.step = self._finished_here = max(self.step, step)
 
     def _oldest_dispatch(self) -> int:
-        in_flight = (prompt for prompt in self.live.values() if prompt.state == "in_flight")
-        return min((prompt.dispatched for prompt in in_flight), default=self._seq)
+        """Of a prompt that may still be committed: siblings of its first attempt may be kept."""
+        open_ones = (p for p in self.live.values() if p.state in ("in_flight", "waiting"))
+        return min((p.begun for p in open_ones if p.begun is not None), default=self._seq)
 
     def _wrong(self, event: Event, problem: str) -> None:
         self._findings.add(event.seq, event.ordinal, problem)

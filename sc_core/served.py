@@ -43,7 +43,7 @@ class Served:
 
     Args:
         wrong: hears of each violation, with the event of the commit.
-        oldest: the sequence number of the oldest dispatch of a group in flight.
+        oldest: the sequence number of the oldest dispatch of a group that is not committed.
     """
 
     def __init__(self, wrong: Callable[[Event, str], None], oldest: Callable[[], int]) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from sc_core import (
@@ -33,8 +34,11 @@ class MemoryDirectory:
     def __init__(self, run_id: str, *, parent: Path | None = None) -> None:
         if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
             raise ConfigError(f"run id {run_id!r} has more than letters, digits, - and _")
-        self.path = Path(tempfile.mkdtemp(prefix=_prefix(run_id), dir=parent or in_memory()))
-        self._lock = _lock(self.path)  # tells others that this process lives
+        self._lock: int | None = None  #: tells others that this process lives
+        while self._lock is None:  # else it was taken for a leftover, before it had the lock
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix(run_id), dir=parent or in_memory()))
+            with suppress(FileNotFoundError):
+                self._lock = _lock(self.path)
 
     def close(self) -> None:
         """Remove it with all that it holds. Blocks; may be called again."""
@@ -61,7 +65,10 @@ def remove_leftovers(run_id: str, *, parent: Path | None = None) -> None:
         except OSError:  # went away meanwhile
             continue
         if lock is not None:
-            shutil.rmtree(found, ignore_errors=True)
+            gone = found.with_name(f"{found.name}.gone")  # nobody takes it for a new one's
+            with suppress(OSError):
+                found.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
             os.close(lock)
 
 

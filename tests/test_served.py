@@ -224,6 +224,19 @@ def test_a_long_history_keeps_few_confirmations() -> None:
     assert story.report().ok
 
 
+@pytest.mark.parametrize("state", ["in flight", "waiting"])
+def test_a_long_history_keeps_what_siblings_of_an_old_attempt_need(state: str) -> None:
+    story = Story("sibling").sync(A, B).out(999)  # siblings of it are kept, made by version 0
+    for step in range(300):
+        if step == 10:
+            story._tell("redispatched", 999, 1, reason="infra: it died")
+        if step == (11 if state == "in flight" else 299):
+            story.again(999, 1, start=0)
+        story.out(step).commit(step, {A: (step,)}).train(step).sync()
+    story.commit(999, {B: (0,), A: (300,)}, attempt=1, start=0)
+    assert [v for v in story.report().violations if v.ordinal == 999] == []
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("granularity", ["prompt_group", "sibling"])
 async def test_a_run_names_its_engines_in_the_log_and_in_reports(granularity: str) -> None:

@@ -26,7 +26,7 @@ from sc_ray.bridge import await_future
 from sc_ray.generation import Completion, Request
 from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, refuse_unfit
 from sc_ray.generation.vllm_start import Started, start_vllm
-from sc_ray.memory import MemoryDirectory
+from sc_ray.memory import MemoryDirectory, remove_leftovers
 from sc_ray.parcels import Content, unpacked
 
 R = TypeVar("R")
@@ -47,6 +47,7 @@ class VllmEngine:
     def __init__(self, spec: GenerationSpec) -> None:
         self.pause_mode = spec.vllm.pause_mode  #: of the next pause
         self._spec = spec
+        remove_leftovers(spec.run_id)  # of the one that died, if this one takes its place
         self._memory = MemoryDirectory(spec.run_id)
         self._finalizer = weakref.finalize(self, self._memory.close)
         # It stays as long as the engine: see `children_end_with_us`.

@@ -259,6 +259,13 @@ def test_a_request_that_vllm_gave_up_is_no_sample(vllm: Vllm, engine: VllmEngine
     asyncio.run(main())
 
 
+def test_what_a_dead_engine_left_in_memory_goes_when_another_takes_its_place(vllm: Vllm) -> None:
+    left = Path(f"/dev/shm/single-controller.{SPEC.run_id}.dead")
+    left.mkdir()
+    VllmEngine(SPEC).close()
+    assert not left.exists()
+
+
 def test_a_cancel_in_the_midst_of_a_pause_leaves_one_that_can_be_repeated(
     vllm: Vllm, engine: VllmEngine, file: Path
 ) -> None:
