@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +27,14 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """One Ray for all tests; its CPUs are numbers only."""
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray for all tests of a process; its CPUs are numbers only.
+
+    Ray gives up a start that takes 30 s, so those of two processes take turns.
+    """
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
