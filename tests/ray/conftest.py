@@ -17,6 +17,14 @@ import ray
 
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 
+LONGEST = ("test_parts_die.py", "test_train_command.py", "test_chaos.py", "test_engines.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take minutes come first, so that no process ends long after the other."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
 
 @pytest.fixture(params=["asyncio", "uvloop", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
