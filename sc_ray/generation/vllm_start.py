@@ -101,8 +101,8 @@ def start_vllm(spec: GenerationSpec, memory: Path) -> Started:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    directory, tensors = _model_directory(spec, memory)
     try:
+        directory, tensors = _model_directory(spec, memory)
         arguments = AsyncEngineArgs(**_arguments(spec, directory, has_gpu=has_gpu))
         config = arguments.create_engine_config()
     except (ValueError, TypeError, OSError, RuntimeError) as exc:

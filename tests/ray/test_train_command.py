@@ -97,6 +97,7 @@ def test_broken_prompts(
         ("task.reward=no_such_module:reward", "importing no_such_module failed"),
         ("task.jsonl=/nowhere/prompts.jsonl", "/nowhere/prompts.jsonl can't be read"),
         ("task.val_jsonl=/nowhere/held_out.jsonl", "/nowhere/held_out.jsonl can't be read"),
+        ("policy.model.pretrained=/nowhere/model", "there is no directory /nowhere/model"),
         ("task.held_out=100", "none would be left to train on"),
         ("grpo.num_generations_per_prompt=1", "needs groups of at least 2 siblings, not 1"),
         ("async_rl.max_buffered_rollouts=3", "async_rl.max_buffered_rollouts is 3"),
