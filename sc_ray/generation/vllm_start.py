@@ -23,6 +23,7 @@ from sc_core import (
 )
 from sc_ray.generation import Request
 from sc_ray.generation.engine import GenerationSpec
+from sc_ray.generation.vllm_errors import Written, in_one_line
 from sc_ray.model import build_model, save_weights, weights_of
 from sc_ray.with_parent import children_end_with_us
 
@@ -93,7 +94,7 @@ def start_vllm(spec: GenerationSpec, memory: Path) -> Started:
 
     Raises:
         ConfigError: vLLM can't run this model, or not with these settings.
-        WorkerDied: it died of that; its log says more.
+        WorkerDied: it died of that; the last error that its processes wrote is the reason.
     """
     has_gpu = torch.cuda.is_available()
     _set_environment(spec, memory, has_gpu=has_gpu)
@@ -106,12 +107,16 @@ def start_vllm(spec: GenerationSpec, memory: Path) -> Started:
         arguments = AsyncEngineArgs(**_arguments(spec, directory, has_gpu=has_gpu))
         config = arguments.create_engine_config()
     except (ValueError, TypeError, OSError, RuntimeError) as exc:
-        raise ConfigError(f"vLLM can't run this model with these settings: {exc}") from exc
+        raise ConfigError(
+            f"vLLM can't run this model with these settings: {in_one_line(str(exc))}"
+        ) from exc
+    written = Written()
     try:
         with children_end_with_us():
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except Exception as exc:  # of any kind: most of it happened in another process
-        raise WorkerDied("vLLM's engine", f"it could not start: {exc}") from exc
+        said = written.last_error() or str(exc)
+        raise WorkerDied("vLLM's engine", f"it could not start: {in_one_line(said)}") from exc
     return Started(
         llm=llm,
         dead_error=EngineDeadError,
