@@ -51,6 +51,16 @@ class RayEngine:
         self._actor = actor
         self._parcels = parcels
 
+    @property
+    def handle(self) -> Any:
+        """Of the worker: by it, other processes call it too."""
+        return self._actor
+
+    @property
+    def far(self) -> bool:
+        """Whether it is on another node than the controller and the trainer."""
+        return self._parcels is not None
+
     def send(
         self, prompt: Prompt, siblings: Sequence[int], weight_version: int
     ) -> ray.ObjectRef[Rollouts]:
