@@ -1,8 +1,8 @@
 """`python -m sc_ray.demo_pretrained`: a real pretrained model learns to add, for a few minutes.
 
-SmolLM2-135M-Instruct is made from the package that carries it, once; then it is asked sums of two
-numbers of two digits in its chat template. The last line says how many of 100 held-out sums it
-got right before and after. Generation is by vLLM where it is installed, else by torch.
+SmolLM2-135M-Instruct is made from the package that carries it, once; then it is asked sums in its
+chat template. The last line says how many of the held-out sums it got right before and after,
+taking the likeliest token each time. Generation is by vLLM where it is installed, else by torch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def main() -> int:
         sys.stderr.write(f"demo-pretrained: error: {exc}\n")
         return 1
     engine = "torch" if importlib.util.find_spec("vllm") is None else "vllm"
-    _say(f"{model}; generation by {engine}")
-    settings = [f"policy.model.pretrained={model}", f"generation.engine={engine}"]
     command = [sys.executable, "-m", "sc_ray", "train"]
     command += ["--config", options.config, "--out", str(options.out)]
-    status = subprocess.run([*command, *settings, *options.settings], check=False).returncode
+    command += [f"policy.model.pretrained={model}", f"generation.engine={engine}"]
+    status = subprocess.run([*command, *options.settings], check=False).returncode
     if status == 0:
         _say(before_and_after(options.out / METRICS))
     return status

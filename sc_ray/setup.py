@@ -59,6 +59,7 @@ from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
 from sc_ray.tasks import (
     Task,
+    digit_sums,
     guess_digit,
     hold_out,
     larger_digit,
@@ -414,6 +415,7 @@ def run_id(run_dir: Path) -> str:
 _BUILT_IN = {
     "larger_digit": larger_digit,
     "guess_digit": guess_digit,
+    "digit_sums": digit_sums,
     "two_digit_sums": two_digit_sums,
 }
 _TURNS = 8

@@ -82,6 +82,7 @@ class GenerationWorker:
             DataFailure: the prompt is at fault, or the reward function or environment fails on it.
             RolloutError: the engine has older weights than `weight_version`.
         """
+        await self._engine.start()  # until then its room is not known
         item = _item(prompt, answers=self._spec.task.environment is None)
         prompt_ids = self._phrasing.prompt_ids(item)
         await self._engine.start()

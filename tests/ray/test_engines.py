@@ -435,8 +435,13 @@ def test_logprobs_are_the_policys_after_a_broadcast(
 class Echo:
     """An engine of somebody else's."""
 
+    room = 100
+
     def __init__(self, spec: GenerationSpec) -> None:
         self.spec = spec
+
+    async def start(self) -> None:
+        pass
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return [

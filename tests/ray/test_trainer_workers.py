@@ -134,7 +134,7 @@ Crew = Callable[..., RayTrainer]
 
 @pytest.fixture(scope="module")
 def crew(hosts: list[Any], bootstrap: TransferQueueBootstrap) -> Crew:
-    def become(workers: int, sharding: Any = "fsdp2", call_s: float = 60) -> RayTrainer:
+    def become(workers: int, sharding: Any = "fsdp2", call_s: float = 600) -> RayTrainer:
         spec = TrainerSpec(
             model=MODEL,
             tokenizer=TOKENIZER,
@@ -144,7 +144,7 @@ def crew(hosts: list[Any], bootstrap: TransferQueueBootstrap) -> Crew:
             sharding=sharding,
             reference=True,
         )
-        rendezvous = Rendezvous(workers, start_s=60, call_s=call_s)
+        rendezvous = Rendezvous(workers, start_s=300, call_s=call_s)
         seats = rendezvous.seats if workers > 1 else [None]
         ray.get([hosts[rank].become.remote(spec, seat) for rank, seat in enumerate(seats)])
         return RayTrainer({f"trainer-{rank}": hosts[rank] for rank in range(workers)})
