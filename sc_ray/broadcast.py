@@ -19,6 +19,8 @@ from sc_core import (
 )
 from sc_ray.weight_transport import Each, Engine, WeightFiles, WeightsMoved
 
+NOT_SENT = -1
+
 
 class SendPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One broadcast; it crosses to the trainer workers."""
@@ -31,24 +33,26 @@ class SendPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a broadcast: each engine is named once, whatever happened."""
+    """What became of a broadcast: all engines confirmed it, or some are to blame."""
 
     steps: int  #: that the weights have behind them
     confirmed: Mapping[str, int] = {}  #: versions
-    failed: Mapping[str, str] = {}  #: why
+    failed: Mapping[str, str] = {}  #: engines that did something wrong, and what
     dead: Mapping[str, str] = {}
 
-    async def of(self, engine: str) -> int:
-        """The version that an engine confirmed.
+    async def of(self, engine: Engine) -> int:
+        """The version that an engine confirmed; `NOT_SENT` if others are to blame that it did not.
 
         Raises:
-            WorkerDied, WeightSyncError: likewise.
+            WorkerDied: it is dead.
+            WeightSyncError: it failed.
         """
-        if engine in self.dead:
-            raise WorkerDied(engine, self.dead[engine])
-        if engine not in self.confirmed:
-            raise WeightSyncError(self.failed.get(engine, "it had no part in the broadcast"))
-        return self.confirmed[engine]
+        name = engine.name
+        if name in self.dead:
+            raise WorkerDied(name, self.dead[name])
+        if name in self.failed:
+            raise WeightSyncError(self.failed[name])
+        return self.confirmed.get(name, NOT_SENT)
 
 
 class BroadcastTrainer(Protocol):
@@ -73,8 +77,9 @@ class VllmTransport:
     """A `Transport` by vLLM's weight transfer. It needs GPUs, and engines that are vLLM's.
 
     Trainer and engines form a group, at the first broadcast and whenever other engines take part
-    than before, or a broadcast failed. If an engine dies within one, the others hang in it, or
-    have weights that nobody knows: they count as failed, and serve no more.
+    than before, or a broadcast failed. If an engine dies, it is made anew without it, and the
+    broadcast repeated. If it died within one, the others may hang in that, or have weights that
+    nobody knows: then they are dead too, by their own word or at the deadline.
 
     An engine that joins between two broadcasts gets a file, which the trainer writes for it when
     it comes: a group made anew for it would stop all the others. The trainer may have made a step
@@ -100,11 +105,20 @@ class VllmTransport:
         self, version: int, engines: tuple[BroadcastEngine, ...], each: Each[BroadcastEngine]
     ) -> dict[str, int]:
         self._copy = None
-        if not engines:
-            path = self._files.path(version, next(self._copies))
-            self._steps = await self._trainer.export_weights(path)
-            self._copy = path
-            return {}
+        while engines:
+            sent = await self._broadcast(version, engines)
+            answers = await each(f"broadcast of version {version}", sent.of)
+            if NOT_SENT not in answers.values():
+                return answers
+            if not (sent.dead or sent.failed):
+                raise WeightSyncError(f"version {version} was not sent, and nobody said why")
+            engines = tuple(engine for engine in engines if engine.name in answers)
+        path = self._files.path(version, next(self._copies))
+        self._steps = await self._trainer.export_weights(path)
+        self._copy = path
+        return {}
+
+    async def _broadcast(self, version: int, engines: tuple[BroadcastEngine, ...]) -> Sent:
         if engines != self._group:
             self._number += 1
         self._group = None
@@ -120,7 +134,7 @@ class VllmTransport:
         self._steps = sent.steps
         if len(sent.confirmed) == len(engines):
             self._group = engines
-        return await each(f"broadcast of version {version}", lambda engine: sent.of(engine.name))
+        return sent
 
     async def give(self, engine: BroadcastEngine, version: int) -> int:
         path = self._copy

@@ -13,7 +13,7 @@ from sc_core import (
     WeightSyncError,
     WorkerDied,
 )
-from sc_ray.broadcast import SendPlan, Sent
+from sc_ray.broadcast import SendPlan
 from sc_ray.workers import died
 
 GRACE_S = 5.0
@@ -76,17 +76,6 @@ class EngineCalls:
         """Each engine confirms the version of the plan."""
         self.confirmed = self._all(
             "finishing an update", lambda _, engine: engine.finish_update.remote(self._version)
-        )
-
-    def sent(self, steps: int, *, given_up: str = "") -> Sent:
-        """What became of every engine; those that are not to blame failed by `given_up`."""
-        told = {**self.confirmed, **self.failed, **self.dead}
-        others = {name: given_up for name in self._engines if name not in told}
-        return Sent(
-            steps=steps,
-            confirmed={} if others or self.failed or self.dead else self.confirmed,
-            failed={**others, **self.failed},
-            dead=self.dead,
         )
 
     def _all(self, what: str, ask: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -73,6 +74,7 @@ Connect = Callable[[str, int, int, EngineCalls, FullWeights], Any]
 
 def over_nccl(address: str, port: int, ranks: int, calls: EngineCalls, weights: FullWeights) -> Any:
     """On this process's own GPU, the only one that Ray lets it see."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -122,12 +124,12 @@ class WeightSender:
         failure = self._broadcast(group, plan)
         group.weights.finish()
         if failure is None:
-            return group.calls.sent(steps)
+            return Sent(steps=steps, confirmed=group.calls.confirmed)
         self._group = None
         group.close()
         if not (group.calls.failed or group.calls.dead):
             raise WeightSyncError(f"the trainer could not send its weights: {failure}") from failure
-        return group.calls.sent(steps, given_up=f"the broadcast was given up: {failure}")
+        return Sent(steps=steps, failed=group.calls.failed, dead=group.calls.dead)
 
     def _group_for(self, plan: SendPlan) -> _Group:
         if self._group is None or self._group.number != plan.group:
