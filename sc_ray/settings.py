@@ -121,7 +121,7 @@ class GenerationConfig(_Settings, frozen=True):
     def __post_init__(self) -> None:
         if not self.gpus >= 0:
             raise ConfigError(f"generation.gpus is {self.gpus}; it must be at least 0")
-        if self.engine == "vllm" and self.gpus and self.vllm.gpus > self.gpus:
+        if self.engine == "vllm" and self.gpus and self.vllm.gpus > max(self.gpus, 1):
             raise ConfigError(
                 f"generation.gpus is {self.gpus:g}, and generation.vllm.engine_args spread an"
                 f" engine over {self.vllm.gpus}"
