@@ -45,7 +45,7 @@ chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at rand
 
 test: $(ALL)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/ray
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/ray
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/ray
 
 lint: $(ALL)
 	$(BIN)/ruff check .
