@@ -52,7 +52,7 @@ from sc_ray.generation.torch_engine import TorchEngine
 from sc_ray.model import ModelConfig, build_model
 from sc_ray.prompts import TaskPrompts
 from sc_ray.settings import load_config
-from sc_ray.tasks import larger_digit
+from sc_ray.tasks.arithmetic import larger_digit, right_digit
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.policy import Policy
 
@@ -136,7 +136,7 @@ class World:
         ]
         samples = []
         for made in self._engine.generate_batch(requests):
-            reward = float(self._task.reward(item["prompt"], made.text, item["answer"]))
+            reward = right_digit(item["prompt"], made.text, item["answer"])
             row = rollout_row(prompt_ids, made, reward=reward)
             fields = {name: value.tolist() for name, value in row.items()}
             samples.append(
