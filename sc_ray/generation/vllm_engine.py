@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -24,7 +24,12 @@ from sc_core import (
 )
 from sc_ray.bridge import await_future
 from sc_ray.generation import Completion, Request
-from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, refuse_unfit
+from sc_ray.generation.engine import (
+    NO_WEIGHTS,
+    GenerationSpec,
+    WeightReceiver,
+    refuse_unfit,
+)
 from sc_ray.generation.vllm_start import Started, start_vllm
 from sc_ray.memory import MemoryDirectory, remove_leftovers
 from sc_ray.parcels import Content, unpacked
@@ -58,6 +63,7 @@ class VllmEngine:
         self._loading = anyio.Lock()
         self._held: anyio.Event | None = None  #: set by the end of the pause under way
         self._loads: set[asyncio.Task[int]] = set()  #: under way
+        self._update = ""  #: the one of weights under way, or given up: what to say of it then
         self._broken = ""  #: why it can't be used, though its process lives
         self._numbers = itertools.count()
 
@@ -65,6 +71,10 @@ class VllmEngine:
     def room(self) -> int:
         assert self._started is not None, "it is known once `start` has returned"
         return self._started.room
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        return self
 
     async def start(self) -> None:
         await self._ready()
@@ -100,6 +110,7 @@ class VllmEngine:
         await self._answer(vllm, pause)
 
     async def resume(self) -> None:
+        self._refuse_half_new_weights()
         vllm = await self._ready()
         await self._answer(vllm, vllm.llm.resume_generation())
         if self._held is not None:
@@ -119,6 +130,42 @@ class VllmEngine:
     async def load_content(self, content: Content, version: int) -> int:
         with unpacked(content) as path:
             return await self.load(path, version)
+
+    # a WeightReceiver -------------------------------------------------------------------
+
+    async def workers(self) -> int:
+        return (await self._ready()).workers
+
+    async def meet(self, info: Mapping[str, Any]) -> None:
+        self._refuse_half_new_weights()
+        vllm = await self._ready()
+        # It aborts what an earlier group still had under way: nothing that anybody waits for.
+        await self._call(vllm, "shutdown_weight_transfer_engine")
+        await self._call(vllm, "init_weight_transfer_engine", init_info=dict(info))
+
+    async def begin(self) -> None:
+        self._refuse_half_new_weights()
+        vllm = await self._ready()
+        if self._held is None:
+            raise WeightSyncError("weights are broadcast to an engine that is paused; it is not")
+        self._update = "it did not get all of the weights that were broadcast to it"
+        await self._call(vllm, "start_weight_update")
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        await self._call(await self._ready(), "update_weights", update_info=dict(info))
+
+    async def finish(self, version: int) -> int:
+        vllm = await self._ready()
+        await self._call(vllm, "finish_weight_update")
+        confirmed = await self._confirm(vllm, version)
+        self._update = ""
+        return confirmed
+
+    async def _call(self, vllm: Started, method: str, **arguments: Any) -> None:
+        """Have every process that holds weights do this."""
+        await self._answer(vllm, vllm.llm.collective_rpc(method, kwargs=arguments))
+
+    # ------------------------------------------------------------------------------------
 
     async def check(self) -> None:
         if self._broken:
@@ -190,6 +237,11 @@ class VllmEngine:
 
         return await self._answer(vllm, last())
 
+    def _refuse_half_new_weights(self) -> None:
+        """Whoever comes here takes an update that has not ended for given up."""
+        if self._update:
+            self._broken = self._update
+
     def _linked(self, path: Path) -> Path:
         """A directory that holds nothing but the file, by the name that vLLM looks for.
 
@@ -207,6 +259,8 @@ class VllmEngine:
     async def _load(self, vllm: Started, directory: Path, version: int) -> int:
         try:
             async with self._loading:
+                self._refuse_half_new_weights()
+                await self._ready()
                 paused = self._held is not None
                 try:
                     if not paused:
@@ -221,17 +275,23 @@ class VllmEngine:
     async def _take(self, vllm: Started, directory: Path, version: int) -> int:
         """Load weights while nothing runs. What fails here leaves weights that nobody knows."""
         vllm.check_file(directory / _FILE)
-        reload = {"weights_path": str(directory)}
+        self._update = f"it did not finish to load version {version}"
         try:
-            await self._answer(vllm, vllm.llm.collective_rpc("reload_weights", kwargs=reload))
-            await self._answer(vllm, vllm.llm.reset_prefix_cache())
-            await self._answer(vllm, vllm.llm.update_weight_version(str(version)))
-            return int(await self._answer(vllm, vllm.llm.get_weight_version()))
+            await self._call(vllm, "reload_weights", weights_path=str(directory))
+            confirmed = await self._confirm(vllm, version)
         except BaseException as exc:
-            self._broken = f"it did not finish to load version {version}: {exc}"
-            if isinstance(exc, WorkerDied) or not isinstance(exc, Exception):
-                raise
-            raise WeightSyncError(f"vLLM could not load version {version}: {exc}") from exc
+            self._update = self._broken = f"{self._update}: {exc}"
+            if isinstance(exc, Exception) and not isinstance(exc, WorkerDied):
+                raise WeightSyncError(f"vLLM could not load version {version}: {exc}") from exc
+            raise
+        self._update = ""
+        return confirmed
+
+    async def _confirm(self, vllm: Started, version: int) -> int:
+        """Forget keys and values of the weights of before; returns the version it then has."""
+        await self._answer(vllm, vllm.llm.reset_prefix_cache())
+        await self._answer(vllm, vllm.llm.update_weight_version(str(version)))
+        return int(await self._answer(vllm, vllm.llm.get_weight_version()))
 
     async def _answer(self, vllm: Started, call: Coroutine[Any, Any, R]) -> R:
         """What `call` returns, unless the engine core dies before: that wakes nobody by itself."""

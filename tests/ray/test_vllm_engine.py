@@ -121,7 +121,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
 
     def start(spec: GenerationSpec, memory: Path) -> Started:
         return Fake(
-            llm=llm, dead_error=ConnectionError, room=99, eos_ids=TOKENIZER.eos_ids, tensors={}
+            llm=llm,
+            dead_error=ConnectionError,
+            room=99,
+            eos_ids=TOKENIZER.eos_ids,
+            tensors={},
+            workers=1,
         )
 
     monkeypatch.setattr(vllm_engine, "start_vllm", start)
