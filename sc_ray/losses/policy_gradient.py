@@ -93,7 +93,7 @@ def policy_gradient_loss(
             importance_weight=summed(weights.used),
             truncated=summed(weights.truncated),
             gen_kl_k1=summed(-drift),
-            gen_kl_k3=summed(kl_estimate(-drift, "k3")),
+            gen_kl_k3=summed(kl_estimate(-drift.double(), "k3")),
             entropy=summed(-drawn * current),
             kl_penalty=summed(penalty),
             max_probs_ratio=largest(probs_ratio),
