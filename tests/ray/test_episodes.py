@@ -247,6 +247,47 @@ async def test_an_environment_at_fault_is_named_with_its_prompt(weights: Path) -
         await worker.rollouts(PROMPT, [0], 1)
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+async def test_a_reward_that_wants_to_end_its_process_fails_alone(
+    weights: Path, error: type[BaseException]
+) -> None:
+    asked = []
+
+    def exits_at_first(prompt: str, completion: str, answer: str) -> float:
+        asked.append(completion)
+        if len(asked) == 1:
+            raise error
+        return 1.0
+
+    judged = task(environment=None, reward=exits_at_first, max_turns=1)
+    worker = await worker_of(weights, judged)
+    with pytest.raises(DataFailure, match=f"reward function .* failed .*: {error.__name__}"):
+        await worker.rollouts(PROMPT, [0], 1)
+    assert (await worker.rollouts(PROMPT, [0], 1)).rewards == [1.0]
+
+
+async def test_a_cancelled_rollout_ends_the_wait_of_its_environment(weights: Path) -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+    here = asyncio.get_running_loop()
+
+    class Waits(Counts):
+        async def respond(self, completion: str) -> Reply:  # type: ignore[override]
+            here.call_soon_threadsafe(asked.set)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                here.call_soon_threadsafe(ended.set)
+            return Reply(None)
+
+    worker = await worker_of(weights, task(Waits))
+    waiting = asyncio.ensure_future(worker.rollouts(PROMPT, [0], 1))
+    await asked.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await ended.wait()
+
+
 async def test_components_become_a_column_in_the_order_of_their_names(weights: Path) -> None:
     class Parts(Counts):
         def respond(self, completion: str) -> Reply:
