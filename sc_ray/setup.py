@@ -100,6 +100,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         """
         task = build_task(config.task, seed=config.grpo.seed)
         pretrained = config.policy.model.pretrained
+        if pretrained and not Path(pretrained).is_dir():
+            raise ConfigError(f"policy.model.pretrained: there is no directory {pretrained}")
         tokenizer = (
             Tokenizer.load(Path(pretrained))
             if pretrained

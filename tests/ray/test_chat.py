@@ -132,6 +132,12 @@ def config(*overrides: str) -> TrainConfig:
     return load_config("exact", overrides)
 
 
+def test_a_pretrained_model_that_is_not_there_is_told_by_its_directory(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(ConfigError, match=f"^policy.model.pretrained: .* no directory {gone}$"):
+        Prepared.of(load_config("demo", [f"policy.model.pretrained={gone}"]))
+
+
 def test_the_template_is_used_if_a_pretrained_model_brings_one(tmp_path: Path) -> None:
     chat_tokenizer(tmp_path / "chat")
     chat_tokenizer(tmp_path / "plain", template=None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -245,6 +246,9 @@ def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
         made(GdpoAdvantages(reward_weights=[1.0, 1.0, 1.0]), columns, [4])
     with pytest.raises(ConfigError, match="one must not be 0"):
         GdpoAdvantages(reward_weights=[0.0])
+    for weight in (math.nan, math.inf):
+        with pytest.raises(ConfigError, match="all must be finite"):
+            GdpoAdvantages(reward_weights=[1.0, weight])
 
 
 def test_rewards_that_cancel_are_not_blown_up_by_rounding() -> None:

@@ -496,7 +496,15 @@ def test_the_mismatch_of_two_engines_that_round_otherwise_is_no_noise() -> None:
         ),
         (
             {"reference_policy_kl_penalty": -0.1},
-            "reference_policy_kl_penalty is -0.1; it must be at least 0",
+            "reference_policy_kl_penalty is -0.1; it must be at least 0, and finite",
+        ),
+        (
+            {"reference_policy_kl_penalty": math.inf},
+            "kl_penalty is inf; it must be at least 0",
+        ),
+        (
+            {"token_level_loss": False, "loss_scale_factor": math.inf},
+            "loss_scale_factor is inf; it must be above 0, and finite",
         ),
         ({"reference_policy_kl_type": "k4"}, "kl_type is k4; it is one of k1, k2, k3"),
         ({"rollout_is": "group"}, "rollout_is is group; it is one of token, sequence"),

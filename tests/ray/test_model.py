@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +61,17 @@ def test_model_has_a_token_for_each_of_the_vocabulary() -> None:
         {"hidden_size": 100, "num_attention_heads": 3},
         {"num_attention_heads": 4, "num_key_value_heads": 3},
         {"num_attention_heads": 0},
+        {"num_key_value_heads": -2},
+        {"hidden_size": 0},
+        {"intermediate_size": 0},
+        {"num_hidden_layers": -1},
+        {"max_position_embeddings": 0},
+        {"initializer_range": 0.0},
+        {"initializer_range": float("nan")},
+        {"initializer_range": float("inf")},
     ],
 )
-def test_heads_that_do_not_divide_are_refused_with_the_numbers(wrong: dict[str, int]) -> None:
+def test_numbers_that_no_model_has_are_refused_with_them(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         ModelConfig(**wrong)
     assert all(str(number) in str(refused.value) for number in wrong.values())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -297,10 +298,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(advantage: float) -> None
     assert same(trained, straight)
 
 
-@pytest.mark.parametrize("wrong", [{"lr": 0.0}, {"max_grad_norm": 0.0}, {"microbatch_rows": 0}])
-def test_optimizer_settings_that_cannot_train_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        OptimizerConfig(**wrong)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("lr", [0.0, -1.0, math.nan, math.inf]),
+        ("beta1", [-0.1, 1.0, math.nan]),
+        ("beta2", [-0.1, 1.0, math.nan]),
+        ("eps", [-1e-8, math.nan, math.inf]),
+        ("weight_decay", [-0.1, math.nan, math.inf]),
+        ("max_grad_norm", [0.0, math.nan]),
+        ("microbatch_rows", [0]),
+    ],
+)
+def test_optimizer_settings_that_cannot_train_are_refused(name: str, values: list[float]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"optimizer\.{name} is {value}; it must be"):
+            OptimizerConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_gradient_need_not_be_cut() -> None:
+    uncut = policy(optimizer=OptimizerConfig(max_grad_norm=math.inf))
+    assert train(uncut, made_up_rows())["grad_norm"] > 0
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(uncut).values())
 
 
 # data-parallel workers -----------------------------------------------------------------
