@@ -124,8 +124,8 @@ def _open_pretrained(directory: str, tokenizer: Tokenizer) -> torch.nn.Module:
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True
         )
-    except (OSError, ValueError) as exc:
-        reason = str(exc).splitlines()[0]
+    except Exception as exc:  # of what is damaged the libraries raise anything
+        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
         raise ConfigError(f"model.pretrained: no causal LM in {directory}: {reason}") from exc
     if model.config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(

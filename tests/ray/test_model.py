@@ -206,6 +206,12 @@ def test_a_pretrained_model_that_is_not_there_or_too_small_is_refused(tmp_path: 
     with pytest.raises(ConfigError, match="no causal LM in"):
         build(ModelConfig(pretrained=str(tmp_path / "nowhere")))
     save_as_pretrained(build(), tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="no causal LM in"):
+        build(ModelConfig(pretrained=str(tmp_path)))
+    weights.write_bytes(whole)
     with pytest.raises(ConfigError, match="has 14 tokens and the tokenizer 15"):
         build_model(
             ModelConfig(pretrained=str(tmp_path)),
@@ -262,6 +268,12 @@ def test_an_alphabet_that_is_none_is_refused(alphabet: list[str]) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="no tokenizer can be loaded from"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(RestoreError, match="no tokenizer can be loaded from"):
-        Tokenizer.load(tmp_path)
+    Tokenizer.of_characters("a").save(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        whole = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}"
+        for damaged in ("{", "", "[]", "null"):
+            (tmp_path / name).write_text(damaged)
+            with pytest.raises(RestoreError, match="no tokenizer can be loaded from"):
+                Tokenizer.load(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    assert Tokenizer.load(tmp_path).vocab_size == 3
