@@ -172,7 +172,11 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
             "advantages={estimator: gdpo, reward_weights: [1, 2]}",
             "advantages.reward_weights is set, and the task's own reward is one number",
         ),
-        ("advantages.baseline=median", "$.advantages.baseline"),
+        (
+            "advantages.baseline=median",
+            "`$.advantages.baseline`; it is one of leave_one_out, mean, null",
+        ),
+        ("task.chat_template=maybe", "`$.task.chat_template`; it is one of true, false, auto"),
         ("advantages.estimator=grpp", "it is one of grpo, dr_grpo, rloo, reinforce_plus_plus,"),
         ("advantages.estimator=gae", "needs the values of a critic, and this trainer has none"),
         ("advantages.reward_weights=[1,2]", "advantages.estimator is grpo; only gdpo has it"),
