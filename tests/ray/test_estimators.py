@@ -209,6 +209,15 @@ def test_nothing_to_compare_gives_nothing(name: str) -> None:
     assert made(estimator, columns_of([]), []) == []
 
 
+@pytest.mark.parametrize(
+    "estimator",
+    [ReinforcePlusPlusAdvantages(kl_penalty=0.1), GaeAdvantages(normalize_advantages=True)],
+)
+def test_no_rows_have_no_tokens_either(estimator: AdvantageEstimator) -> None:
+    found = estimator.estimate({name: [] for name in estimator.select_fields}, [])
+    assert found["advantage"] == []
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_sizes_that_do_not_add_up_are_refused(name: str) -> None:
     with pytest.raises(DataPlaneError, match="3 rewards for groups of 4 rows"):
