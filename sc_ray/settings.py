@@ -96,7 +96,7 @@ class PolicyConfig(_Settings, frozen=True):
     """What each of several workers holds: with `fsdp2` its part of weights, gradients and
     optimizer, with `replicated` all of them."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """What they compute on; `auto`: GPUs, if Ray has one for each worker."""
+    """What they compute on; `auto`: GPUs, if Ray has one for each, besides `generation.gpus`."""
     threads: int = 1  #: of torch, in each of them
 
 

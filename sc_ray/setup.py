@@ -457,7 +457,7 @@ def _start_trainer(
     on_exit: ExitStack,
 ) -> tuple[dict[str, Any], Rendezvous | None]:
     workers = config.policy.workers
-    device = _device(config.policy.device, workers)
+    device = device_of(config)
     spec = TrainerSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
@@ -491,16 +491,22 @@ def _start_trainer(
     return actors, rendezvous
 
 
-def _device(wanted: str, workers: int) -> str:
-    """`cpu` or `cuda`. Raises ConfigError if Ray lacks the GPUs asked for."""
-    gpus = ray.cluster_resources().get("GPU", 0.0)
-    if wanted == "cuda" and gpus < workers:
+def device_of(config: TrainConfig) -> Literal["cpu", "cuda"]:
+    """What the trainer workers compute on, in the Ray that runs.
+
+    Raises:
+        ConfigError: Ray lacks the GPUs asked for, besides those that generation takes.
+    """
+    wanted, workers = config.policy.device, config.policy.workers
+    gpus: float = ray.cluster_resources().get("GPU", 0.0)
+    left = gpus - config.generation.gpus * config.generation.workers
+    if wanted == "cuda" and left < workers:
         raise ConfigError(
             f"policy.device is cuda: {workers} trainer workers need as many GPUs of Ray, which"
-            f" has {gpus:g}"
+            f" has {gpus:g}, {gpus - left:g} of them for generation"
         )
     if wanted == "auto":
-        return "cuda" if gpus >= workers else "cpu"
+        return "cuda" if left >= workers else "cpu"
     return wanted
 
 
