@@ -155,7 +155,7 @@ class Tokenizer:
                 later ones, so that nothing can be put after what a model has read.
         """
         said = "\N{ASTERISM}"  # in place of the turn, whose tokens stay as they were sampled
-        before = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        before = [{"role": "user", "content": "1"}, {"role": "assistant", "content": said}]
         shown = self._render(before, speak=False)
         whole = self._render([*before, {"role": "user", "content": text}], speak=True)
         if not whole.startswith(shown) or said not in shown:

@@ -33,6 +33,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FORGETFUL = "{% for m in messages[-1:] %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+DEAF = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}"
 STRICT = "{{ raise_exception('no system here') if messages[0]['role'] == 'system' }}" + CHATML
 
 
@@ -167,9 +168,10 @@ def test_a_template_that_refuses_or_forgets_is_told(tmp_path: Path) -> None:
     strict = Phrasing(tokenizer=chat_tokenizer(tmp_path, STRICT), chat=True, system_prompt="s")
     with pytest.raises(DataFailure, match=r"the chat template refuses .*no system here"):
         strict.prompt_ids({"prompt": "p"})
-    forgetful = Phrasing(tokenizer=chat_tokenizer(tmp_path, FORGETFUL), chat=True)
-    with pytest.raises(DataFailure, match="can't be used for several turns"):
-        forgetful.reply_ids("r", after_eos=True)
+    for template in (FORGETFUL, DEAF):
+        forgetful = Phrasing(tokenizer=chat_tokenizer(tmp_path, template), chat=True)
+        with pytest.raises(DataFailure, match="can't be used for several turns"):
+            forgetful.reply_ids("r", after_eos=True)
 
 
 # settings -------------------------------------------------------------------------------

@@ -239,11 +239,18 @@ async def test_an_environment_at_fault_is_named_with_its_prompt(weights: Path) -
         def respond(self, completion: str) -> Reply:
             return Reply("~")
 
+    class Flatters(Counts):
+        def respond(self, completion: str) -> Reply:
+            return Reply(None, 2.0)
+
     worker = await worker_of(weights, task(Breaks))
     with pytest.raises(DataFailure, match=r"environment .*Breaks failed on prompt '2-7:' .*nought"):
         await worker.rollouts(PROMPT, [0], 1)
     worker = await worker_of(weights, task(Mumbles))
     with pytest.raises(DataFailure, match="no token for '~'"):
+        await worker.rollouts(PROMPT, [0], 1)
+    worker = await worker_of(weights, task(Flatters))
+    with pytest.raises(DataFailure, match=r"^the reward of task counts .* is 2\.0; it must be"):
         await worker.rollouts(PROMPT, [0], 1)
 
 

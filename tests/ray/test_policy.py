@@ -250,6 +250,16 @@ def test_dropout_is_repeatable_abandonable_and_saved(tmp_path: Path) -> None:
     assert same(trained, straight) and same(loaded, straight)
 
 
+def test_log_probs_are_without_dropout_also_in_the_midst_of_a_step() -> None:
+    trained, rows = policy(), made_up_rows()
+    plain = trained.logprobs(rows)
+    add_dropout(trained)
+    trained.begin_step()
+    trained.accumulate(rows)
+    for found, expected in zip(trained.logprobs(rows), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_calls_out_of_turn_are_refused() -> None:
     trained = policy()
     with pytest.raises(ScError, match="accumulate: no step is open"):
@@ -474,6 +484,14 @@ def test_a_damaged_save_is_refused_by_name(tmp_path: Path, name: str, harm: str)
         policy().load(tmp_path)
     where = str(tmp_path) if name == "tokenizer.json" else str(path)
     assert where in str(refused.value)
+
+
+def test_a_save_without_random_state_is_refused(tmp_path: Path) -> None:
+    policy().save(tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    write_tensors({n: t for n, t in read_tensors(path).items() if n != "torch_rng"}, path)
+    with pytest.raises(RestoreError, match=r"optimizer\.safetensors holds no torch_rng"):
+        policy().load(tmp_path)
 
 
 def test_a_save_of_another_run_is_refused(tmp_path: Path) -> None:
