@@ -15,7 +15,7 @@ ALL := .venv/.installed-all
 PRETRAINED := .venv/.installed-pretrained
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install install-all demo demo-crash demo-vllm demo-pretrained chaos test explore lint bench clean
+.PHONY: install install-all demo demo-crash demo-vllm demo-pretrained chaos test explore lint bench bench-learning bench-overlap clean
 
 install: $(RAY)  ## base and ray
 	@echo "installed into .venv: sc_core and sc_ray"
@@ -45,7 +45,7 @@ chaos: $(ALL)  ## real runs, stopped at 11 moments, then killed 50 times at rand
 
 test: $(ALL)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/ray
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/ray
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/ray
 
 lint: $(ALL)
 	$(BIN)/ruff check .
@@ -61,6 +61,12 @@ bench: $(ALL)
 	$(BIN)/python -m benchmarks.bench_controller
 	$(BIN)/python -m benchmarks.bench_window
 	$(BIN)/python -m benchmarks.bench_status
+
+bench-learning: $(ALL)  ## what stale groups cost in learning; draws the README's plot, a quarter of an hour
+	$(BIN)/python -m benchmarks.bench_learning --plot docs/learning.svg
+
+bench-overlap: $(ALL)  ## what it gains to generate ahead; a quarter of an hour on a quiet machine
+	$(BIN)/python -m benchmarks.bench_overlap
 
 clean:  ## forget the environment; runs stay
 	rm -rf .venv

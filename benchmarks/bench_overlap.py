@@ -64,10 +64,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short pair each: a smoke test")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    parser.add_argument("--pairs", type=int, default=3, help="of runs, for each kind of engine")
     parser.add_argument("--out", type=Path, default=Path("runs/overlap"), metavar="DIRECTORY")
     parser.add_argument("engines", nargs="*", metavar="|".join(TARGETS))
     options = parser.parse_args()
-    pairs, steps = (1, 20) if options.quick else (3, 50)
+    pairs, steps = (1, 20) if options.quick else (options.pairs, 40)
     found: dict[str, dict[int, list[Pace]]] = {}
     missed = False
     for engine in options.engines or [e for e in TARGETS if e != "vllm" or installed("vllm")]:

@@ -28,6 +28,10 @@ class WaitingEngine:
         self._open.set()
         self.room = spec.model.max_position_embeddings
 
+    @property
+    def receiver(self) -> None:
+        pass
+
     async def start(self) -> None:
         pass
 

@@ -59,6 +59,11 @@ def within(deadline_s: float, call: str, work: Callable[[], R]) -> R:
     Raises:
         CallTimeout: it did not return. Its thread waits on; it does not keep the process alive.
     """
+    return result_within(deadline_s, call, begin_in_thread(call, work))
+
+
+def begin_in_thread(call: str, work: Callable[[], R]) -> concurrent.futures.Future[R]:
+    """Begin `work` in a thread of its own, which does not keep the process alive."""
     future: concurrent.futures.Future[R] = concurrent.futures.Future()
 
     def run() -> None:
@@ -69,7 +74,7 @@ def within(deadline_s: float, call: str, work: Callable[[], R]) -> R:
             future.set_exception(exc)
 
     threading.Thread(target=run, name=call, daemon=True).start()
-    return result_within(deadline_s, call, future)
+    return future
 
 
 def result_within(deadline_s: float, call: str, future: concurrent.futures.Future[R]) -> R:

@@ -19,8 +19,11 @@ from sc_core import (
 )
 from sc_ray.settings import TrainConfig
 
+logger = logging.getLogger(__name__)
+
 _OBJECT_STORE_BYTES = 256 << 20
 """Rows and weights do not go through it; only prompts, completions and reports do."""
+_START_ATTEMPTS = 3  #: Ray gives up a start that takes 30 s, as it may on a busy machine
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run talks to nobody outside
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every start prints a notice about it
@@ -61,15 +64,28 @@ def start_local_ray(num_cpus: int, on_exit: ExitStack) -> Path:
     _be_quiet()
     on_exit.callback(ray.shutdown)
     with _other_process_group(), _own_sigterm():
-        started = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        started = _start(num_cpus)
     return Path(started.address_info["session_dir"])
+
+
+def _start(num_cpus: int) -> Any:
+    attempts_left = _START_ATTEMPTS
+    while True:
+        attempts_left -= 1
+        try:
+            return ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        except Exception as exc:  # Ray has no class of its own for this
+            if "timed out during startup" not in str(exc) or not attempts_left:
+                raise
+            logger.warning("Ray did not start within its 30 s on this busy machine; once more")
+            ray.shutdown()
 
 
 def check_cpus(config: TrainConfig, there: float) -> None:

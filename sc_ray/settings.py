@@ -28,7 +28,7 @@ from sc_core import (
     decode,
 )
 from sc_ray.estimators import AdvantagesConfig
-from sc_ray.generation.engine import VllmConfig
+from sc_ray.generation.engine import VllmConfig, WeightTransfer
 from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
@@ -96,7 +96,8 @@ class PolicyConfig(_Settings, frozen=True):
     """What each of several workers holds: with `fsdp2` its part of weights, gradients and
     optimizer, with `replicated` all of them."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """What they compute on; `auto`: GPUs, if Ray has one for each, besides `generation.gpus`."""
+    """What they compute on; `auto`: GPUs, if Ray has one for each worker beside those that
+    `generation.gpus` takes, and torch can use them."""
     threads: int = 1  #: of torch, in each of them
 
 
@@ -109,8 +110,33 @@ class GenerationConfig(_Settings, frozen=True):
     """Log-probs don't depend on what else is being generated. Of `torch` alone."""
     max_batch_rows: int = 256  #: completions that one worker makes at a time; bounds its memory
     threads: int = 1  #: of torch, in each of them
-    gpus: float = 0  #: of each of them, that Ray keeps for it; vLLM uses those
+    gpus: float = 0
+    """Of each of them, that Ray keeps for it: vLLM uses those. As many as its
+    `tensor_parallel_size`."""
+    weight_transfer: WeightTransfer = "file"
+    """How weights get there. `file`: the trainer writes them into memory, and each engine loads
+    them. `nccl`: the trainer's first worker sends them from its GPU straight into those of the
+    engines; for `vllm`, and whole GPUs of their own."""
     vllm: VllmConfig = VllmConfig()
+
+    def __post_init__(self) -> None:
+        if not self.gpus >= 0:
+            raise ConfigError(f"generation.gpus is {self.gpus}; it must be at least 0")
+        if self.engine == "vllm" and self.gpus and self.vllm.gpus > max(self.gpus, 1):
+            raise ConfigError(
+                f"generation.gpus is {self.gpus:g}, and generation.vllm.engine_args spread an"
+                f" engine over {self.vllm.gpus}"
+            )
+        if self.weight_transfer == "nccl" and self.engine != "vllm":
+            raise ConfigError(
+                f"generation.weight_transfer is nccl, which is vLLM's: generation.engine is"
+                f" {self.engine}"
+            )
+        if self.weight_transfer == "nccl" and self.gpus < 1:
+            raise ConfigError(
+                "generation.weight_transfer is nccl, from GPU to GPU: generation.gpus is"
+                f" {self.gpus:g}; it must be at least 1"
+            )
 
 
 class ClusterConfig(_Settings, frozen=True):
@@ -166,9 +192,9 @@ class TrainConfig(_Settings, frozen=True):
                 f"async_rl.generation_fleet_health.min_healthy_shards is {at_least}, more than the"
                 f" {self.generation.workers} of generation.workers"
             )
-        if not 0 <= self.generation.gpus < math.inf:
+        if self.generation.weight_transfer == "nccl" and self.policy.device == "cpu":
             raise ConfigError(
-                f"generation.gpus is {self.generation.gpus}; it must be at least 0, and finite"
+                "generation.weight_transfer is nccl, from GPU to GPU: policy.device is cpu"
             )
         if self.cluster.max_controller_restarts < 0:
             raise ConfigError(

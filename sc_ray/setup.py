@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,14 @@ from sc_core import (
     restore,
 )
 from sc_ray.actor import SingleControllerActor
+from sc_ray.broadcast import VllmTransport
 from sc_ray.cluster import check_cpus, kill, start_ray, this_node
 from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.health import FleetHealth
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.start import EngineMaker, GenerationStart
+from sc_ray.gpus import trainer_device
 from sc_ray.hosted import EventLoop, in_abandonable_thread
 from sc_ray.lazy import much_is_imported
 from sc_ray.memory import remove_leftovers
@@ -72,7 +74,8 @@ from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.seat import Seat, worker_name
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
-from sc_ray.weights import FileWeightSync
+from sc_ray.weight_transport import WeightFiles
+from sc_ray.weights import EngineWeightSync, FileWeightSync
 
 if TYPE_CHECKING:
     from sc_ray.trainer.peers import Rendezvous
@@ -173,12 +176,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 RayEngine(actor, name=name, parcels=parcels if name in self.far else None)
                 for name, actor in self.generation.items()
             ]
-            sync = FileWeightSync(
-                trainer,
-                engines,
-                run_id=run_id(run_dir),
-                engine_s=config.async_rl.deadlines.weight_sync_s / 2,  # the rest is for the others
-            )
+            sync = build_weight_sync(config, trainer, engines, run_id(run_dir))
             opened.callback(sync.close)
             rollouts = RayRollouts(engines, overlong_filtering=config.grpo.overlong_filtering)
             maker = EngineMaker(self.generation_start, parcels)
@@ -249,6 +247,7 @@ def setup_single_controller(
         check_resume(store, resume)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
+        device = trainer_device(config)
         start, generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
@@ -259,7 +258,7 @@ def setup_single_controller(
         )
         bootstrap = TransferQueueBootstrap(rows)
         on_exit.callback(bootstrap.close)
-        trainers, rendezvous = _start_trainer(config, prepared, rows, on_exit)
+        trainers, rendezvous = _start_trainer(config, prepared, rows, device, on_exit)
         say("restoring")
         ready = anyio.run(
             partial(
@@ -393,6 +392,17 @@ def build_estimator(config: TrainConfig) -> AdvantageEstimator:
     )
 
 
+def build_weight_sync(
+    config: TrainConfig, trainer: RayTrainer, engines: Sequence[RayEngine], run_id: str
+) -> EngineWeightSync[RayEngine]:
+    """Of the kind that `generation.weight_transfer` names."""
+    engine_s = config.async_rl.deadlines.weight_sync_s / 2  # the rest is for the others
+    if config.generation.weight_transfer == "file":
+        return FileWeightSync(trainer, engines, run_id=run_id, engine_s=engine_s)
+    transport = VllmTransport(trainer, WeightFiles(run_id), send_s=engine_s)
+    return EngineWeightSync(transport, engines, engine_s=engine_s)
+
+
 def open_store(run_dir: Path) -> BundleStore:
     """The run's bundles, not opened yet. `SC_BUNDLE_KEY` signs their manifests, if it is set."""
     key = os.environ.get("SC_BUNDLE_KEY")
@@ -437,6 +447,7 @@ def _start_generation(
         batch_invariant=config.generation.batch_invariant,
         max_batch_rows=config.generation.max_batch_rows,
         threads=config.generation.threads,
+        weight_transfer=config.generation.weight_transfer,
         vllm=config.generation.vllm,
     )
     start = GenerationStart(
@@ -454,10 +465,10 @@ def _start_trainer(
     config: TrainConfig,
     prepared: Prepared,
     rows: TransferQueueSpec,
+    device: str,
     on_exit: ExitStack,
 ) -> tuple[dict[str, Any], Rendezvous | None]:
     workers = config.policy.workers
-    device = device_of(config)
     spec = TrainerSpec(
         model=config.policy.model,
         tokenizer=prepared.tokenizer,
@@ -489,25 +500,6 @@ def _start_trainer(
         actors[name] = started.remote(spec, seat)
         on_exit.callback(kill, actors[name])
     return actors, rendezvous
-
-
-def device_of(config: TrainConfig) -> Literal["cpu", "cuda"]:
-    """What the trainer workers compute on, in the Ray that runs.
-
-    Raises:
-        ConfigError: Ray lacks the GPUs asked for, besides those that generation takes.
-    """
-    wanted, workers = config.policy.device, config.policy.workers
-    gpus: float = ray.cluster_resources().get("GPU", 0.0)
-    left = gpus - config.generation.gpus * config.generation.workers
-    if wanted == "cuda" and left < workers:
-        raise ConfigError(
-            f"policy.device is cuda: {workers} trainer workers need as many GPUs of Ray, which"
-            f" has {gpus:g}, {gpus - left:g} of them for generation"
-        )
-    if wanted == "auto":
-        return "cuda" if left >= workers else "cpu"
-    return wanted
 
 
 async def _until_up(

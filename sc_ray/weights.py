@@ -1,4 +1,4 @@
-"""Weights from the trainer to the engines, through a file in memory."""
+"""Weights from the trainer to the engines: who takes part, pauses, confirms, joins and dies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import anyio
 
@@ -20,29 +20,20 @@ from sc_core import (
     EnginesFailed,
     WeightSyncError,
     WorkerDied,
-    in_thread,
 )
 from sc_ray.bridge import await_future
-from sc_ray.memory import MemoryDirectory, remove_leftovers
+from sc_ray.weight_transport import (
+    E,
+    Engine,
+    FileTransport,
+    Transport,
+    WeightFiles,
+    WeightsMoved,
+    WeightSource,
+)
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
-
-
-class WeightSource(Protocol):
-    async def export_weights(self, path: Path) -> None:
-        """Write the current weights into a safetensors file, whole or not at all."""
-
-
-class Engine(Protocol):
-    name: str
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def load_weights(self, path: Path, version: int) -> int:
-        """Generate by these weights from now on; returns the version that was loaded."""
 
 
 class Keeper(Protocol):
@@ -63,39 +54,28 @@ class Nobody:
         return False
 
 
-class FileWeightSync:
-    """A `WeightSync` for a trainer and engines on one node, which share its files.
-
-    The file of the current version stays until the next one is confirmed by every engine: make
-    room for two. They lie in a directory of mode 0700 in /dev/shm, or where that is missing, in
-    the directory for temporary files. It is removed by `close`; if the process dies first, by
-    the next run of the same `run_id` on the node.
+class EngineWeightSync(Generic[E]):
+    """A `WeightSync` over engines, whichever way the bytes go.
 
     Engines may join and leave at any time, from any thread or event loop. While there are none
     and the `keeper` expects one, a transfer waits for the first that joins.
 
     Args:
-        run_id: letters, digits, `-` and `_`.
-        parent: where to make the directory instead.
+        transport: closed with this.
         engine_s: how long one engine may take for one call before it counts as failed; None:
             for ever, so that whoever calls this has to give up on all of them.
 
     Raises:
-        ConfigError: the run's id is not fit for a file name, or there are no engines.
+        ConfigError: there are no engines.
     """
 
     def __init__(
-        self,
-        trainer: WeightSource,
-        engines: Sequence[Engine],
-        *,
-        run_id: str,
-        parent: Path | None = None,
-        engine_s: float | None = None,
+        self, transport: Transport[E], engines: Sequence[E], *, engine_s: float | None = None
     ) -> None:
         if not engines:
+            transport.close()
             raise ConfigError("weights need at least one engine to go to")
-        self._trainer = trainer
+        self._transport = transport
         self._engine_s = engine_s
         self._lock = threading.Lock()  #: over what follows; never held over an await
         self._engines = tuple(engines)
@@ -106,12 +86,8 @@ class FileWeightSync:
         """Of the next change of all this; then there is another one."""
         self._closed = False
         self.keeper: Keeper = Nobody()
-        self._run_id = run_id
-        self._memory = MemoryDirectory(run_id, parent=parent)
-        remove_leftovers(run_id, parent=parent)
-        self.directory = self._memory.path
 
-    def __enter__(self) -> FileWeightSync:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -138,11 +114,12 @@ class FileWeightSync:
             news, self._news = self._news, concurrent.futures.Future()
         news.set_result(None)
 
-    async def join(self, engine: Engine, *, within_s: float) -> int | None:
+    async def join(self, engine: E, *, within_s: float) -> int | None:
         """Let an engine take part in syncs, as soon as it has the weights of the last one.
 
         Returns the version that it confirmed; before the first sync there is none to give. A
-        sync under way is waited for, unless it is that sync which waits for an engine.
+        sync under way is waited for, unless it is that sync which waits for an engine; and so is
+        the next one, if nobody has the weights of the last one any more.
 
         Raises:
             ConfigError: there is an engine of that name.
@@ -167,10 +144,13 @@ class FileWeightSync:
                 assert version is not None
                 failure: Exception | None = None
                 try:
-                    loaded = await engine.load_weights(self._path(version), version)
+                    loaded = await self._transport.give(engine, version)
                     problem = f"it has version {loaded}" if loaded != version else ""
                 except WorkerDied:
                     raise
+                except WeightsMoved:
+                    await await_future(news)
+                    continue
                 except Exception as exc:  # the file may have gone meanwhile
                     failure, problem = exc, str(exc)
                 with self._lock:
@@ -203,24 +183,20 @@ class FileWeightSync:
         await self._each("pause", lambda engine: engine.pause())
 
     async def transfer(self, version: int) -> Mapping[str, int]:
-        """Have the trainer write its weights and every engine that lives load them.
+        """Have the trainer give its weights to every engine that lives.
 
         Raises:
-            EnginesFailed: these engines failed; the others have loaded.
+            EnginesFailed: these engines failed; the others have confirmed.
             WorkerDied: no engine is left, and none is expected.
         """
         self._sync_begins()
-        path = self._path(version)
-        await self._trainer.export_weights(path)
-        confirmed = await self._each(
-            f"load of version {version}", lambda engine: engine.load_weights(path, version)
-        )
+        confirmed = await self._transport.send(version, self._engines, self._each)
         with self._lock:
             self._version = version
         if not confirmed:
             confirmed = await self._of_the_first(version)
         if all(at == version for at in confirmed.values()):
-            await in_thread(self._keep_only, path)
+            await self._transport.confirmed()
         return confirmed
 
     async def resume(self) -> None:
@@ -232,10 +208,7 @@ class FileWeightSync:
         """Remove the files. Blocks; may be called again. Who waits to join learns of it."""
         self._closed = True
         self._sync_ends()  # wakes those who wait
-        self._memory.close()
-
-    def _path(self, version: int) -> Path:
-        return self.directory / f"{self._run_id}-v{version}.safetensors"
+        self._transport.close()
 
     def _sync_begins(self) -> None:
         with self._lock:
@@ -260,7 +233,7 @@ class FileWeightSync:
         finally:
             self._awaits_one = False
 
-    async def _each(self, what: str, work: Callable[[Engine], Awaitable[R]]) -> dict[str, R]:
+    async def _each(self, what: str, work: Callable[[E], Awaitable[R]]) -> dict[str, R]:
         """Call all engines at once; one that fails doesn't stop the others.
 
         One that died is left out from now on, as it is by whoever sends it requests.
@@ -270,7 +243,7 @@ class FileWeightSync:
         failures: dict[str, Exception] = {}
         deaths: dict[str, WorkerDied] = {}
 
-        async def one(engine: Engine) -> None:
+        async def one(engine: E) -> None:
             deadline_s = math.inf if self._engine_s is None else self._engine_s
             try:
                 with anyio.move_on_after(deadline_s):
@@ -302,7 +275,31 @@ class FileWeightSync:
             raise EnginesFailed(what, {name: str(exc) for name, exc in failures.items()}) from cause
         return {engine.name: results[engine.name] for engine in engines if engine.name in results}
 
-    def _keep_only(self, path: Path) -> None:
-        for old in self.directory.glob("*.safetensors"):
-            if old != path:
-                old.unlink(missing_ok=True)
+
+class FileWeightSync(EngineWeightSync[E]):
+    """For a trainer and engines on one node, which share its files; others get them by Ray.
+
+    The file of the current version stays until the next one is confirmed by every engine: make
+    room for two. Where they lie: see `WeightFiles`.
+
+    Args:
+        run_id: letters, digits, `-` and `_`.
+        parent: where to make the directory instead.
+        engine_s: as for `EngineWeightSync`.
+
+    Raises:
+        ConfigError: the run's id is not fit for a file name, or there are no engines.
+    """
+
+    def __init__(
+        self,
+        trainer: WeightSource,
+        engines: Sequence[E],
+        *,
+        run_id: str,
+        parent: Path | None = None,
+        engine_s: float | None = None,
+    ) -> None:
+        files = WeightFiles(run_id, parent=parent)
+        self.directory = files.directory
+        super().__init__(FileTransport(trainer, files), engines, engine_s=engine_s)

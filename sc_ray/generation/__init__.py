@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -81,14 +82,19 @@ def rollout_row(
     `generation_logprobs` float32 `[T]`, zero elsewhere; `reward` float32 `[1]`; and, where the
     reward has K components, `rewards` float32 `[K]`.
     """
-    before, after = len(prompt_ids), len(completion.token_ids)
-    mask = torch.tensor([0] * before + [1] * after)
+    before = len(prompt_ids)
+    token_ids = array("q", prompt_ids)  # arrays become tensors in a tenth of the time of lists
+    token_ids.extend(completion.token_ids)
+    logprobs = array("f", bytes(4 * before))
+    logprobs.extend(completion.logprobs)
+    mask = torch.zeros(len(token_ids), dtype=torch.int64)
+    mask[before:] = 1
     for start, end in completion.replies:
         mask[before + start : before + end] = 0
     row = {
-        "input_ids": torch.tensor([*prompt_ids, *completion.token_ids]),
+        "input_ids": torch.frombuffer(token_ids, dtype=torch.int64),
         "completion_mask": mask,
-        "generation_logprobs": torch.tensor([0.0] * before + list(completion.logprobs)),
+        "generation_logprobs": torch.frombuffer(logprobs, dtype=torch.float32),
         "reward": torch.tensor([reward], dtype=torch.float32),
     }
     if components:

@@ -40,6 +40,10 @@ class BatchingEngine:
         self._paused = False
 
     @property
+    def receiver(self) -> None:
+        """There is none: weights come from files."""
+
+    @property
     def room(self) -> int:
         return self._engine.room
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sc_ray.parcels import Content  # Ray comes with it
 
 PauseMode = Literal["keep", "wait", "abort"]
+WeightTransfer = Literal["file", "nccl"]
 
 NO_WEIGHTS = -1
 """The weight version of an engine that was given none yet."""
@@ -52,6 +54,14 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not self.kv_cache_gib > 0:
             raise ConfigError(f"vllm.kv_cache_gib = {self.kv_cache_gib:g} must be above 0")
 
+    @property
+    def gpus(self) -> int:
+        """How many GPUs one engine is spread over, where there are some."""
+        return math.prod(
+            int(self.engine_args.get(f"{kind}_parallel_size", 1))
+            for kind in ("tensor", "pipeline", "data")
+        )
+
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a generation worker is made from; it crosses to its process."""
@@ -69,7 +79,39 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False  #: a completion does not depend on its company, to the last bit
     max_batch_rows: int = 256  #: rows that run together; bounds memory
     threads: int = 1  #: of torch, in its process
+    weight_transfer: WeightTransfer = "file"
     vllm: VllmConfig = VllmConfig()
+
+
+class WeightReceiver(Protocol):
+    """An engine's part in a broadcast of weights by vLLM's weight transfer.
+
+    Each method raises `WorkerDied` once the engine can't go on. That includes an update which was
+    begun and not finished, from the next call on that would use these weights.
+    """
+
+    async def workers(self) -> int:
+        """How many of its processes take weights."""
+
+    async def meet(self, info: Mapping[str, Any]) -> None:
+        """Form a group with the trainer and the other engines, in place of an earlier one.
+
+        Args:
+            info: what the trainer's end of vLLM's weight transfer says to this one.
+        """
+
+    async def begin(self) -> None:
+        """Get ready for new weights.
+
+        Raises:
+            WeightSyncError: it is not paused.
+        """
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Take what the trainer sends; returns once it is there."""
+
+    async def finish(self, version: int) -> int:
+        """Generate by these weights from the end of the pause on; returns the version it has."""
 
 
 class Engine(Protocol):
@@ -80,6 +122,10 @@ class Engine(Protocol):
 
     Every method but `close` raises `WorkerDied` once the engine can't go on.
     """
+
+    @property
+    def receiver(self) -> WeightReceiver | None:
+        """By which it takes weights that are broadcast; None if it can't."""
 
     @property
     def room(self) -> int:

@@ -10,7 +10,7 @@ from sc_core import (
     ConfigError,
 )
 from sc_ray.generation.port import RayEngine, RayRollouts
-from sc_ray.weights import FileWeightSync, Keeper
+from sc_ray.weights import EngineWeightSync, Keeper
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class FleetKeeper(Keeper, Protocol):
 class RayFleet:
     """An `EngineFleet`. Engines may join and leave at any time, from any thread or event loop."""
 
-    def __init__(self, sync: FileWeightSync, rollouts: RayRollouts) -> None:
+    def __init__(self, sync: EngineWeightSync[RayEngine], rollouts: RayRollouts) -> None:
         self._sync = sync
         self._rollouts = rollouts
         self._keeper: FleetKeeper | None = None
@@ -58,7 +58,7 @@ class RayFleet:
 
         `confirmed` is called in between, with the version; None before the first sync.
 
-        Raises: as `FileWeightSync.join`; the engine then gets neither.
+        Raises: as `EngineWeightSync.join`; the engine then gets neither.
         """
         version = await self._sync.join(engine, within_s=within_s)
         try:

@@ -21,7 +21,7 @@ from sc_core import (
     ScError,
     WorkerDied,
 )
-from sc_ray.weights import Engine
+from sc_ray.weight_transport import Engine
 
 logger = logging.getLogger(__name__)
 _BACKOFF_S = 1.0  #: before the second restart of an engine; doubles with each further one

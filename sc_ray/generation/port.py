@@ -51,6 +51,16 @@ class RayEngine:
         self._actor = actor
         self._parcels = parcels
 
+    @property
+    def handle(self) -> Any:
+        """Of the worker: by it, other processes call it too."""
+        return self._actor
+
+    @property
+    def far(self) -> bool:
+        """Whether it is on another node than the controller and the trainer."""
+        return self._parcels is not None
+
     def send(
         self, prompt: Prompt, siblings: Sequence[int], weight_version: int
     ) -> ray.ObjectRef[Rollouts]:
@@ -307,9 +317,10 @@ class _Call:
 
     def fail(self, error: Exception) -> None:
         """Answer every sibling with this error, and let the engine forget the call."""
-        if not self.answer.done() and self._ref is not None:
-            ray.cancel(self._ref)
-        self._fail(error)
+        running = None if self.answer.done() else self._ref
+        self._fail(error)  # before the answer to the cancel, which says less
+        if running is not None:
+            ray.cancel(running)
 
     def _fail(self, error: BaseException) -> None:
         with suppress(concurrent.futures.InvalidStateError):  # the answer and a `fail` may meet

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,12 @@ from sc_core import (
 )
 from sc_ray.bridge import await_future
 from sc_ray.generation import Completion, Request
-from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, refuse_unfit
+from sc_ray.generation.engine import (
+    NO_WEIGHTS,
+    GenerationSpec,
+    WeightReceiver,
+    refuse_unfit,
+)
 from sc_ray.generation.vllm_start import Started, start_vllm
 from sc_ray.memory import MemoryDirectory
 from sc_ray.parcels import Content, unpacked
@@ -55,6 +60,7 @@ class VllmEngine:
         self._loading = anyio.Lock()
         self._held: anyio.Event | None = None  #: set by the end of the pause under way
         self._reload: asyncio.Task[int] | None = None
+        self._update = ""  #: the one of weights under way, or given up: what to say of it then
         self._broken = ""  #: why it can't be used, though its process lives
         self._numbers = itertools.count()
 
@@ -62,6 +68,10 @@ class VllmEngine:
     def room(self) -> int:
         assert self._started is not None, "it is known once `start` has returned"
         return self._started.room
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        return self
 
     async def start(self) -> None:
         await self._ready()
@@ -97,6 +107,7 @@ class VllmEngine:
         await self._answer(vllm, pause)
 
     async def resume(self) -> None:
+        self._refuse_half_new_weights()
         vllm = await self._ready()
         await self._answer(vllm, vllm.llm.resume_generation())
         if self._held is not None:
@@ -107,6 +118,8 @@ class VllmEngine:
         vllm = await self._ready()
         await in_thread(vllm.check_file, path)  # vLLM dies of one that it can't use
         async with self._loading:
+            self._refuse_half_new_weights()
+            await self._ready()
             paused = self._held is not None
             if not paused:
                 await self.pause()
@@ -121,6 +134,42 @@ class VllmEngine:
     async def load_content(self, content: Content, version: int) -> int:
         with unpacked(content) as path:
             return await self.load(path, version)
+
+    # a WeightReceiver -------------------------------------------------------------------
+
+    async def workers(self) -> int:
+        return (await self._ready()).workers
+
+    async def meet(self, info: Mapping[str, Any]) -> None:
+        self._refuse_half_new_weights()
+        vllm = await self._ready()
+        # It aborts what an earlier group still had under way: nothing that anybody waits for.
+        await self._call(vllm, "shutdown_weight_transfer_engine")
+        await self._call(vllm, "init_weight_transfer_engine", init_info=dict(info))
+
+    async def begin(self) -> None:
+        self._refuse_half_new_weights()
+        vllm = await self._ready()
+        if self._held is None:
+            raise WeightSyncError("weights are broadcast to an engine that is paused; it is not")
+        self._update = "it did not get all of the weights that were broadcast to it"
+        await self._call(vllm, "start_weight_update")
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        await self._call(await self._ready(), "update_weights", update_info=dict(info))
+
+    async def finish(self, version: int) -> int:
+        vllm = await self._ready()
+        await self._call(vllm, "finish_weight_update")
+        confirmed = await self._confirm(vllm, version)
+        self._update = ""
+        return confirmed
+
+    async def _call(self, vllm: Started, method: str, **arguments: Any) -> None:
+        """Have every process that holds weights do this."""
+        await self._answer(vllm, vllm.llm.collective_rpc(method, kwargs=arguments))
+
+    # ------------------------------------------------------------------------------------
 
     async def check(self) -> None:
         if self._broken:
@@ -194,19 +243,28 @@ class VllmEngine:
         """Load weights while nothing runs. What fails here leaves weights that nobody knows."""
         with self._as_directory(path) as directory:
             vllm.check_file(directory / _FILE)  # it may have gone meanwhile
-            self._broken = f"it did not finish to load version {version}"
-            reload = {"weights_path": str(directory)}
+            self._update = f"it did not finish to load version {version}"
             try:
-                await self._answer(vllm, vllm.llm.collective_rpc("reload_weights", kwargs=reload))
-                await self._answer(vllm, vllm.llm.reset_prefix_cache())
-                await self._answer(vllm, vllm.llm.update_weight_version(str(version)))
-                confirmed = int(await self._answer(vllm, vllm.llm.get_weight_version()))
-            except WorkerDied:
+                await self._call(vllm, "reload_weights", weights_path=str(directory))
+                confirmed = await self._confirm(vllm, version)
+            except BaseException as exc:
+                self._broken = self._update
+                if isinstance(exc, Exception) and not isinstance(exc, WorkerDied):
+                    raise WeightSyncError(f"vLLM could not load {path}: {exc}") from exc
                 raise
-            except Exception as exc:  # vLLM's, of any kind
-                raise WeightSyncError(f"vLLM could not load {path}: {exc}") from exc
-            self._broken = ""
+            self._update = ""
             return confirmed
+
+    async def _confirm(self, vllm: Started, version: int) -> int:
+        """Forget keys and values of the weights of before; returns the version it then has."""
+        await self._answer(vllm, vllm.llm.reset_prefix_cache())
+        await self._answer(vllm, vllm.llm.update_weight_version(str(version)))
+        return int(await self._answer(vllm, vllm.llm.get_weight_version()))
+
+    def _refuse_half_new_weights(self) -> None:
+        """Whoever comes here takes an update that has not ended for given up."""
+        if self._update:
+            self._broken = self._update
 
     @contextmanager
     def _as_directory(self, path: Path) -> Iterator[Path]:

@@ -37,6 +37,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     room: int  #: tokens of the longest prompt and completion together
     eos_ids: frozenset[int]
     tensors: Mapping[str, tuple[int, ...]]  #: of a weights file, by name; all float32
+    workers: int  #: processes that hold weights
 
     def translated(self, request: Request) -> tuple[Any, Any]:
         """A request as prompt and sampling parameters for `llm.generate`."""
@@ -118,6 +119,7 @@ def start_vllm(spec: GenerationSpec, memory: Path) -> Started:
         room=config.model_config.max_model_len,
         eos_ids=spec.tokenizer.eos_ids,
         tensors=tensors,
+        workers=config.parallel_config.world_size_across_dp,
     )
 
 
@@ -154,6 +156,8 @@ def _arguments(spec: GenerationSpec, directory: Path, *, has_gpu: bool) -> dict[
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if spec.weight_transfer == "nccl":
+        arguments["weight_transfer_config"] = {"backend": "nccl"}
     if not has_gpu:
         arguments |= {
             "enforce_eager": True,

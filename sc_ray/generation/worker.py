@@ -14,10 +14,11 @@ from sc_core import (
     DataFailure,
     Prompt,
     RolloutError,
+    WeightSyncError,
 )
 from sc_ray.bridge import LoopThread, await_future
 from sc_ray.generation import Completion, Request, request_seed
-from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, build_engine
+from sc_ray.generation.engine import NO_WEIGHTS, GenerationSpec, WeightReceiver, build_engine
 from sc_ray.generation.episodes import Episode, hear_all
 from sc_ray.parcels import Content
 from sc_ray.phrasing import Phrasing
@@ -176,6 +177,34 @@ class GenerationWorker:
     async def load_content(self, content: Content, version: int) -> int:
         """As `load_weights`, for a worker that does not share the file's node."""
         return await self._engine.load_content(content, version)
+
+    # weights by broadcast: see `WeightReceiver` -----------------------------------------
+
+    async def transfer_workers(self) -> int:
+        return await self._receiver().workers()
+
+    async def meet_trainer(self, info: Mapping[str, Any]) -> None:
+        await self._receiver().meet(info)
+
+    async def begin_update(self) -> None:
+        await self._receiver().begin()
+
+    async def receive_weights(self, info: Mapping[str, Any]) -> None:
+        await self._receiver().receive(info)
+
+    async def finish_update(self, version: int) -> int:
+        return await self._receiver().finish(version)
+
+    def _receiver(self) -> WeightReceiver:
+        receiver = self._engine.receiver
+        if receiver is None:
+            raise WeightSyncError(
+                f"generation.engine {self._spec.engine} can't take weights by broadcast, only"
+                " from files: set generation.weight_transfer=file"
+            )
+        return receiver
+
+    # ------------------------------------------------------------------------------------
 
     async def examples(self, count: int) -> list[Example]:
         """The last finished siblings, newest last, 64 at most."""

@@ -228,7 +228,11 @@ class Policy:
             self._rng = self._step.rng_before
             self._step = None
 
-    # disk ------------------------------------------------------------------------------
+    # weights and disk ------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The current weights by name, not copied; of a sharded model this worker's parts."""
+        return weights_of(self._model)
 
     def export_weights(self, path: Path) -> None:
         """Write the weights alone, for engines to load: whole or not at all.

@@ -15,6 +15,7 @@ from sc_core import (
     ScError,
     WorkerDied,
 )
+from sc_ray.broadcast import SendPlan, Sent
 from sc_ray.trainer.seat import PeerFailed
 from sc_ray.workers import answer
 
@@ -79,11 +80,22 @@ class RayTrainer:
     async def load(self, directory: Path) -> None:
         await self._all("load", lambda worker: worker.load.remote(_absolute(directory)))
 
-    async def export_weights(self, path: Path) -> None:
-        """Write the current weights into a safetensors file, whole or not at all."""
-        await self._all(
+    async def export_weights(self, path: Path) -> int:
+        """Write the current weights into a safetensors file, whole or not at all.
+
+        Returns how many steps they have behind them.
+        """
+        steps: int = await self._all(
             "export_weights", lambda worker: worker.export_weights.remote(_absolute(path))
         )
+        return steps
+
+    async def send_weights(self, plan: SendPlan) -> Sent:
+        """Broadcast the current weights to engines; see `TrainerWorker.send_weights`."""
+        sent: Sent = await self._all(
+            "send_weights", lambda worker: worker.send_weights.remote(plan)
+        )
+        return sent
 
     async def ping(self) -> int:
         """Wait until all workers are up; returns the steps their weights have behind them."""

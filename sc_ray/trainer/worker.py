@@ -15,6 +15,7 @@ from sc_core import (
     SampleId,
     ScError,
 )
+from sc_ray.broadcast import SendPlan, Sent
 from sc_ray.lazy import much_is_imported
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
@@ -26,6 +27,7 @@ from sc_ray.transfer_queue import TransferQueueSpec
 
 if TYPE_CHECKING:
     from sc_ray.trainer.microbatch import Row
+    from sc_ray.trainer.sender import WeightSender
 
 SAMPLED = ("input_ids", "completion_mask")
 """The columns that log-probs are computed from."""
@@ -100,6 +102,7 @@ class TrainerWorker:
         self._rows = spec.rows.connect_rows()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "policy writer")
         self._written: concurrent.futures.Future[None] | None = None
+        self._sender: WeightSender | None = None  #: once it is needed
 
     # a step ----------------------------------------------------------------------------
 
@@ -188,9 +191,31 @@ class TrainerWorker:
         """Become what `save` wrote."""
         self._policy.load(directory)
 
-    def export_weights(self, path: Path) -> None:
-        """Write the weights alone into a file, whole or not at all."""
+    # to the engines --------------------------------------------------------------------
+
+    def export_weights(self, path: Path) -> int:
+        """Write the weights alone into a file, whole or not at all.
+
+        Returns how many steps they have behind them.
+        """
         self._policy.export_weights(path)
+        return self._policy.steps
+
+    def send_weights(self, plan: SendPlan) -> Sent:
+        """Broadcast the weights to engines, which are paused.
+
+        The first of several workers sends; what it returns tells of the engines.
+
+        Raises:
+            WeightSyncError: it could not send.
+        """
+        if self._sender is None:
+            with much_is_imported():
+                from sc_ray.trainer.sender import WeightSender
+
+            first = self._peers is None or self._peers.rank == 0
+            self._sender = WeightSender(self._policy, first=first)
+        return self._sender.send(plan)
 
     @_aside
     def ping(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,14 @@ import ray
 
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 
+LONGEST = ("test_parts_die.py", "test_train_command.py", "test_chaos.py", "test_engines.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take minutes come first, so that no process ends long after the other."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
 
 @pytest.fixture(params=["asyncio", "uvloop", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
@@ -26,9 +35,14 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """One Ray for all tests; its CPUs are numbers only."""
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray for all tests of a process; its CPUs are numbers only.
+
+    Ray gives up a start that takes 30 s, so those of two processes take turns.
+    """
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -279,7 +279,7 @@ def test_a_worker_talks_in_the_template_and_the_trainer_agrees_on_logprobs(tmp_p
     for one in made.completions:
         ((start, end),) = one.replies
         ended = one.token_ids[start - 1] in tokenizer.eos_ids
-        assert one.token_ids[start:end] == phrasing.reply_ids("again", after_eos=ended)
+        assert list(one.token_ids[start:end]) == phrasing.reply_ids("again", after_eos=ended)
     rows = [rollout_row(made.prompt_ids, one, reward=0) for one in made.completions]
     for row, found in zip(rows, Policy(shape, tokenizer).logprobs(rows), strict=True):
         assert (row["generation_logprobs"] - found).abs().max() <= 1e-4

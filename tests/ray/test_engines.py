@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import importlib.util
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ import torch
 from sc_core.errors import ConfigError, DataFailure, RestoreError, WeightSyncError, WorkerDied
 from sc_core.records import Prompt, group_id
 from sc_ray.bridge import LoopThread
+from sc_ray.broadcast import SendPlan, Sent
 from sc_ray.generation import Completion, Request, rollout_row
 from sc_ray.generation.engine import (
     GenerationSpec,
@@ -38,6 +41,7 @@ from sc_ray.tasks import Task
 from sc_ray.tasks.arithmetic import right_digit
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.policy import Policy
+from sc_ray.trainer.sender import WeightSender
 
 TOKENIZER = Tokenizer.of_characters("0123456789,=")
 MODEL = ModelConfig(
@@ -46,6 +50,11 @@ MODEL = ModelConfig(
 PROMPTS = ("3,7=", "12,345=", "9=", "0,0,0,0=")
 TOLERANCE = 1e-4
 PATIENCE_S = 240.0  #: for an answer of a machine that is busy
+STORE = {
+    "worker_extension_cls": "store_backend.Extension",
+    "weight_transfer_config": {"backend": "store"},
+}
+"""Have vLLM take weights through a store, in NCCL's place; see `store_backend`."""
 
 
 def spec(engine: str) -> GenerationSpec:
@@ -56,7 +65,7 @@ def spec(engine: str) -> GenerationSpec:
         task=task,
         run_id=f"test-{os.getpid()}",
         engine=engine,
-        vllm=VllmConfig(kv_cache_gib=0.05),
+        vllm=VllmConfig(kv_cache_gib=0.05, engine_args=STORE if engine == "vllm" else {}),
     )
 
 
@@ -355,6 +364,69 @@ def test_a_call_that_is_cancelled_holds_nothing(driven: Driven) -> None:
         assert driven.engine._started.llm.get_num_unfinished_requests() == 0
     else:
         assert not driven.engine._waiting
+
+
+# weights by broadcast -------------------------------------------------------------------
+
+
+class Handle:
+    """Calls a worker as the handle of its actor does."""
+
+    def __init__(self, driven: Driven, worker: GenerationWorker) -> None:
+        self._driven, self._worker = driven, worker
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            answer = self._driven.begin(getattr(self._worker, method)(*arguments))
+            return SimpleNamespace(future=lambda: answer)
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.mark.parametrize("driven", ["vllm"], indirect=True)
+def test_logprobs_are_the_policys_after_a_broadcast(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import store_backend  # it needs vLLM
+
+    monkeypatch.setattr("sc_ray.generation.worker.build_engine", lambda spec: driven.engine)
+    driven.engine.pause_mode = "wait"
+    handle = Handle(driven, GenerationWorker(spec("vllm")))
+    before = driven.load(build_model(MODEL, TOKENIZER, seed=1))
+    driven.generate(batch())  # which fills the prefix cache
+    policy = Policy(MODEL, TOKENIZER, seed=8)
+    sender = WeightSender(policy, first=True, connect=store_backend.connect)
+
+    def broadcast(version: int, group: int) -> Sent:
+        driven.models[version] = copy.deepcopy(policy._model)
+        return sender.send(
+            SendPlan(
+                version=version,
+                group=group,
+                engines={"a": handle},
+                far=False,
+                deadline_s=PATIENCE_S,
+            )
+        )
+
+    refused = broadcast(before + 1, group=1)
+    assert "an engine that is paused; it is not" in refused.failed["a"]
+    for version, group in ((before + 1, 2), (before + 2, 2), (before + 3, 3)):
+        driven.ask(driven.engine.pause())
+        held = driven.begin(driven.engine.generate(batch()))
+        assert broadcast(version, group) == Sent(steps=policy.steps, confirmed={"a": version})
+        driven.ask(driven.engine.check())
+        driven.ask(driven.engine.resume())
+        for asked, got in zip(batch(), held.result(PATIENCE_S), strict=True):
+            assert got.weight_version == version
+            assert driven.made_by(version, asked, got)
+            assert not driven.made_by(version - 1, asked, got)
+        with torch.no_grad():
+            for parameter in policy._parameters.values():
+                parameter.mul_(1.5)
+    version = driven.load(build_model(MODEL, TOKENIZER, seed=1))
+    for asked, got in zip(batch(), driven.generate(batch()), strict=True):
+        assert driven.made_by(version, asked, got), "and a file can still come"
 
 
 # what a run's settings name ------------------------------------------------------------

@@ -275,7 +275,8 @@ async def test_a_worker_returns_what_its_engine_makes_and_the_reward_of_its_text
     assert rollouts.prompt_ids == prompt_ids
     for sibling, made, reward in zip([2, 0], rollouts.completions, rollouts.rewards, strict=True):
         expected = engine.generate(prompt_ids, request_seed(RUN_SEED, 3, sibling, 1), 4)
-        assert (made.token_ids, made.logprobs) == (expected.token_ids, expected.logprobs)
+        found = (list(made.token_ids), list(made.logprobs))
+        assert found == (expected.token_ids, expected.logprobs)
         assert made.weight_version == 1
         assert reward == right_digit("3,9=", made.text, "9")
 

@@ -137,7 +137,7 @@ def test_a_run_restarts_generation_workers_and_then_does_without_until_the_last(
     assert life.until(lambda: len(said_to_be(life, "out")) == 1), life.last_line
     steps(life, 3)
     nodes.kill_one("GenerationWorker")
-    words = "WorkerDied: every generation worker died: generation-0 died: .*generation-1 died: "
+    words = "WorkerDied: every .* died: .*generation-1 died: "  # whoever met with it first says so
     assert re.search(words, (last := ended(life))), last
     engines = audit_run(life.run).engines
     assert [engine.joined for engine in engines.values()] == [1, 1], "they confirmed before serving"
@@ -148,7 +148,10 @@ def test_a_stop_in_the_midst_of_a_save_leaves_a_bundle_and_nothing_else(
     nodes: TwoNodes, run: Path
 ) -> None:
     Stops(run, [nodes.address], seed=7).stop("finaliser")  # which raises if anything is wrong
-    assert [kind for kind in KINDS if actors_of(nodes.head, kind)] == []
+    deadline = time.monotonic() + AT_ONCE_S
+    while left := [kind for kind in KINDS if actors_of(nodes.head, kind)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from sc_core.config import ControllerConfig, decode
 from sc_core.errors import ConfigError
 from sc_ray.settings import TrainConfig, builtin_configs, load_config, to_plain
-from sc_ray.setup import device_of
 
 
 def refused(source: str, *overrides: str) -> str:
@@ -160,7 +159,6 @@ def test_a_mistake_is_reported_where_it_was_made(tmp_path: Path) -> None:
         ("task.temperature=0", "(of evaluations, task.val_temperature may be 0)"),
         ("task.temperature=.inf", "task.temperature is inf; it must be above 0, and finite"),
         ("task.val_temperature=.nan", "task.val_temperature is nan; it must be at least 0"),
-        ("generation.gpus=.inf", "generation.gpus is inf; it must be at least 0, and finite"),
         ("policy.optimizer.lr=.nan", "optimizer.lr is nan; it must be above 0, and finite"),
         ("policy.model.num_hidden_layers=0", "model.num_hidden_layers is 0; it must be at least 1"),
         ("task.max_new_tokens=0", "task.max_new_tokens is 0"),
@@ -221,34 +219,6 @@ def test_cpus_are_counted_per_process() -> None:
     assert few.cpus_needed == 5  # trainer, generation, controller, and TransferQueue's two
     assert many.cpus_needed == 10
     assert load_config("demo", ["policy.workers=3"]).cpus_needed == 8
-
-
-@pytest.mark.parametrize(
-    ("there", "overrides", "device"),
-    [
-        (0, [], "cpu"),
-        (1, [], "cuda"),
-        (1, ["policy.workers=2"], "cpu"),
-        (2, ["policy.workers=2"], "cuda"),
-        (1, ["policy.device=cpu"], "cpu"),
-        (1, ["generation.gpus=0.5"], "cpu"),
-        (2, ["generation.gpus=0.5", "generation.workers=2"], "cuda"),
-        (2, ["generation.gpus=0.5", "generation.workers=2", "policy.device=cuda"], "cuda"),
-    ],
-)
-def test_trainers_take_the_gpus_that_generation_leaves(
-    monkeypatch: pytest.MonkeyPatch, there: float, overrides: list[str], device: str
-) -> None:
-    gpus = {"GPU": there} if there else {}
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, **gpus})
-    assert device_of(load_config("demo", overrides)) == device
-
-
-def test_gpus_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = ["policy.workers=2", "policy.device=cuda"]
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
-    with pytest.raises(ConfigError, match=r"2 trainer workers need .* has 2, 1 of them for gen"):
-        device_of(load_config("demo", [*cuda, "generation.gpus=1"]))
 
 
 def test_the_demo_evaluates_its_own_task_and_another_one_if_asked_to() -> None:

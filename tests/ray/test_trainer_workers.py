@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -17,11 +18,13 @@ from test_trainer_worker import MODEL, TOKENIZER, row_of, same
 
 from sc_core.errors import MissingRows, ScError, WorkerDied
 from sc_core.records import Batch, Group, group_id, sample_ids
-from sc_ray.model import read_tensors
+from sc_ray.broadcast import SendPlan, Sent
+from sc_ray.model import read_tensors, write_tensors
 from sc_ray.trainer.config import OptimizerConfig
 from sc_ray.trainer.peers import Rendezvous
 from sc_ray.trainer.policy import Policy
 from sc_ray.trainer.port import RayTrainer
+from sc_ray.trainer.sender import WeightSender
 from sc_ray.trainer.shares import shares_of
 from sc_ray.trainer.snapshot import SavedPolicy
 from sc_ray.trainer.worker import TrainerSpec, TrainerWorker
@@ -122,11 +125,46 @@ def hosts(rows: RowsClient) -> Iterator[list[Any]]:
 
             self._policy._token_logprobs = fail  # type: ignore[assignment, method-assign]
 
+        def send_into(self, path: Path) -> None:
+            """Have `send_weights` write a file, in the place of a broadcast."""
+
+            def connect(*given: Any) -> Any:
+                *_, calls, weights = given
+                calls.init_weight_transfer_engine({"rank_offset": 1})
+
+                def send() -> None:
+                    write_tensors(dict(weights), path)
+                    calls.finish_weight_update()
+
+                return SimpleNamespace(send_weights=send, shutdown=lambda: None)
+
+            first = self._peers is None or self._peers.rank == 0
+            self._sender = WeightSender(self._policy, first=first, connect=connect)
+
     made = ray.remote(num_cpus=1, concurrency_groups={"aside": 1})(Host)
     actors = [made.remote() for _ in range(3)]
     yield actors
     for actor in actors:
         ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def receiver(local_ray: None) -> Iterator[Any]:
+    """An engine that confirms whatever it is sent."""
+
+    class Receiver:
+        def transfer_workers(self) -> int:
+            return 1
+
+        def meet_trainer(self, info: Any) -> None:
+            assert info == {"rank_offset": 1}
+
+        def finish_update(self, version: int) -> int:
+            return version
+
+    actor = ray.remote(num_cpus=0)(Receiver).remote()
+    yield actor
+    ray.kill(actor)
 
 
 Crew = Callable[..., RayTrainer]
@@ -158,7 +196,13 @@ def crew(hosts: list[Any], bootstrap: TransferQueueBootstrap) -> Crew:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("workers", [2, 3])
 async def test_workers_make_the_steps_of_one_that_has_all_rows(
-    crew: Crew, rows: RowsClient, hosts: list[Any], tmp_path: Path, workers: int, sharding: str
+    crew: Crew,
+    rows: RowsClient,
+    hosts: list[Any],
+    receiver: Any,
+    tmp_path: Path,
+    workers: int,
+    sharding: str,
 ) -> None:
     trainer, direct = crew(workers, sharding), policy()
     for number, chunks in enumerate(STEPS):
@@ -179,6 +223,10 @@ async def test_workers_make_the_steps_of_one_that_has_all_rows(
     assert not torch.allclose(written["prev_logprobs"][0], at_first[0], atol=1e-3)
     await trainer.export_weights(tmp_path / "exported")
     assert same(SavedPolicy.read(tmp_path / "1").weights, read_tensors(tmp_path / "exported"))
+    ray.get([host.send_into.remote(tmp_path / "sent") for host in hosts[:workers]])
+    plan = SendPlan(version=7, group=1, engines={"a": receiver}, far=False, deadline_s=60)
+    assert await trainer.send_weights(plan) == Sent(steps=len(STEPS), confirmed={"a": 7})
+    assert same(read_tensors(tmp_path / "sent"), read_tensors(tmp_path / "exported"))
     if sharding == "replicated":
         each = ray.get([host.weights.remote() for host in hosts[:workers]])
         assert all(same(each[0], other) for other in each[1:])

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -83,12 +84,18 @@ async def client(spec: TransferQueueSpec) -> AsyncIterator[TransferQueueDataPlan
         await plane.aclose()
 
 
+def threads_of(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").iterdir())
+
+
 @contextmanager
 def stopped_index() -> Iterator[Any]:
     """TransferQueue's index actor does not answer; yields a function that lets it go on."""
     actor = ray.get_actor(partition.CONTROLLER, namespace=partition.NAMESPACE)
     pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGSTOP)
+    while not all(") T" in (task / "stat").read_text() for task in threads_of(pid)):
+        time.sleep(0.001)  # each thread stops when it is its turn
     try:
         yield lambda: os.kill(pid, signal.SIGCONT)
     finally:
@@ -481,7 +488,7 @@ def test_one_transfer_queue_per_cluster(bootstrap: TransferQueueBootstrap) -> No
 def test_too_few_cpus_are_refused_with_both_numbers(
     local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sc_ray.transfer_queue.NAMESPACE", "of nobody")
+    monkeypatch.setattr(partition, "NAMESPACE", "of nobody")
     with pytest.raises(ConfigError, match="40 storage units need 41 CPUs and Ray has 16"):
         TransferQueueBootstrap(TransferQueueSpec(storage_units=40))
 
