@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -319,7 +319,18 @@ def _choices(problem: str, into: type[msgspec.Struct]) -> str:
     wanted: Any = into
     for name in problem.rpartition("`$.")[2].rstrip("`").split("."):
         wanted = next(f.type for f in msgspec.structs.fields(wanted) if f.encode_name == name)
-    return f"; it is one of {', '.join(map(str, get_args(wanted)))}"
+    return f"; it is one of {', '.join(_values_of(wanted))}"
+
+
+def _values_of(wanted: Any) -> Iterator[str]:
+    """Those of a `Literal`, also of one among other types."""
+    for one in get_args(wanted):
+        if one is bool:
+            yield from ("true", "false")
+        elif get_args(one):
+            yield from _values_of(one)
+        else:
+            yield "null" if one is type(None) else str(one)
 
 
 def _check_keys(data: Mapping[str, Any], into: type[msgspec.Struct], at: str, source: str) -> None:

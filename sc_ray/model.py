@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,11 +27,17 @@ else:
     torch = lazy("torch")
 
 
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shape of a small Qwen2, in float32; the names are those of Hugging Face.
 
     Raises:
-        ConfigError: the heads do not divide what they must.
+        ConfigError: a number that no model has, or the heads do not divide what they must.
     """
 
     hidden_size: int = 128
@@ -50,12 +57,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     one, and its tokenizer is the one to use."""
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.initializer_range < math.inf:
+            raise ConfigError(
+                f"model.initializer_range is {self.initializer_range}; it must be above 0, and"
+                " finite"
+            )
         width, heads, kv_heads = (
             self.hidden_size,
             self.num_attention_heads,
             self.num_key_value_heads,
         )
-        if heads < 1 or width % heads or kv_heads < 1 or heads % kv_heads:
+        if width % heads or heads % kv_heads:
             raise ConfigError(
                 f"model.num_attention_heads = {heads} must divide hidden_size = {width}, and"
                 f" num_key_value_heads = {kv_heads} must divide num_attention_heads"
@@ -109,8 +124,8 @@ def _open_pretrained(directory: str, tokenizer: Tokenizer) -> torch.nn.Module:
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True
         )
-    except (OSError, ValueError) as exc:
-        reason = str(exc).splitlines()[0]
+    except Exception as exc:  # of what is damaged the libraries raise anything
+        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
         raise ConfigError(f"model.pretrained: no causal LM in {directory}: {reason}") from exc
     if model.config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(

@@ -50,8 +50,13 @@ class Phrasing(msgspec.Struct, frozen=True, kw_only=True):
             DataFailure: it can't be encoded.
         """
         if not self.chat:
-            return self.tokenizer.encode(text)
+            return self.tokenizer.encode(text, first=False)
         return self.tokenizer.encode_reply(text, after_eos=after_eos)
+
+    def _shows_system_prompt(self) -> bool:
+        item = {"prompt": "1"}
+        other = msgspec.structs.replace(self, system_prompt=f"{self.system_prompt}.")
+        return self.prompt_ids(item) != other.prompt_ids(item)
 
     def check(self, task: Task) -> None:
         """Refuse a task that can't be put to the model this way.
@@ -71,6 +76,11 @@ class Phrasing(msgspec.Struct, frozen=True, kw_only=True):
             return
         try:
             self.prompt_ids(task.prompts[0])
+            if self.system_prompt and not self._shows_system_prompt():
+                raise ConfigError(
+                    "task.system_prompt is set, and the chat template leaves it out of what the"
+                    " model reads"
+                )
             if task.max_turns > 1:
                 self.reply_ids("1", after_eos=True)
         except DataFailure as exc:

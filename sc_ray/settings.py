@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -71,7 +72,7 @@ class TaskConfig(_Settings, frozen=True):
     a template."""
     system_prompt: str | None = None
     """In front of such a prompt; None: what the template itself puts there, if anything."""
-    temperature: float = 1.0  #: of sampling
+    temperature: float = 1.0  #: of sampling; above 0
     val_temperature: float | None = None
     """Of sampling in evaluations: 0 takes the likeliest token each time; None: as in training."""
     shuffle: bool = True  #: each epoch in an order of its own
@@ -213,11 +214,23 @@ class TrainConfig(_Settings, frozen=True):
                 "grpo.val_period, val_at_start or val_at_end asks for an evaluation, and there are"
                 " no prompts for it: set task.val_jsonl, or task.held_out of a built-in task"
             )
-        if not self.task.temperature >= 0:
-            raise ConfigError(f"task.temperature is {self.task.temperature}; it must be at least 0")
+        if not 0 < self.task.temperature < math.inf:
+            raise ConfigError(
+                f"task.temperature is {self.task.temperature}; it must be above 0, and finite:"
+                " training compares samples (of evaluations, task.val_temperature may be 0)"
+            )
         at = self.task.val_temperature
-        if at is not None and not at >= 0:
-            raise ConfigError(f"task.val_temperature is {at}; it must be at least 0")
+        if at is not None and not 0 <= at < math.inf:
+            raise ConfigError(f"task.val_temperature is {at}; it must be at least 0, and finite")
+        if (
+            self.advantages.reward_weights is not None
+            and self.task.reward is None
+            and self.task.environment is None
+        ):
+            raise ConfigError(
+                "advantages.reward_weights is set, and the task's own reward is one number: set"
+                " task.reward or task.environment to what gives several by name"
+            )
         if self.task.reward is not None and self.task.environment is not None:
             raise ConfigError(
                 "task.reward and task.environment are both set; an environment gives rewards itself"

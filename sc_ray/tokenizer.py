@@ -34,6 +34,9 @@ class Tokenizer:
     Args:
         eos_ids: tokens that end a completion besides the tokenizer's own end-of-text token; some
             chat models end a turn by another one.
+
+    Raises:
+        ValueError: there is no such token at all.
     """
 
     def __init__(
@@ -41,8 +44,11 @@ class Tokenizer:
     ) -> None:
         self._pipeline = pipeline
         self.vocab_size: int = len(pipeline)
-        self.eos_id: int = pipeline.eos_token_id
-        self.eos_ids: frozenset[int] = frozenset({self.eos_id, *eos_ids})
+        own: int | None = pipeline.eos_token_id
+        self.eos_ids: frozenset[int] = frozenset(eos_ids) | ({own} if own is not None else set())
+        if not self.eos_ids:
+            raise ValueError("it has no end-of-text token: no completion could end")
+        self.eos_id: int = min(self.eos_ids) if own is None else own
         self.has_chat_template: bool = pipeline.chat_template is not None
         pad = pipeline.pad_token_id
         self.pad_id: int = self.eos_id if pad is None else pad  #: masked wherever it is used
@@ -91,14 +97,14 @@ class Tokenizer:
         try:
             pipeline = kind.from_pretrained(str(directory), local_files_only=True)
             return cls(pipeline, _end_tokens(directory / _GENERATION))
-        except (OSError, ValueError, KeyError) as exc:
-            reason = str(exc).splitlines()[0]
+        except Exception as exc:  # of what is damaged the libraries raise anything
+            reason = next(iter(str(exc).splitlines()), type(exc).__name__)
             raise RestoreError(f"no tokenizer can be loaded from {directory}: {reason}") from exc
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` and its configuration, all of it JSON."""
         self._pipeline.save_pretrained(str(directory))
-        if len(self.eos_ids) > 1:
+        if self.eos_ids != {self._pipeline.eos_token_id}:
             ends = msgspec.json.encode({"eos_token_id": sorted(self.eos_ids)})
             (directory / _GENERATION).write_bytes(ends)
 
@@ -107,15 +113,19 @@ class Tokenizer:
         ids: dict[str, int] = self._pipeline.get_vocab()
         return ids
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, first: bool = True) -> list[int]:
         """The ids of a prompt.
+
+        Args:
+            first: whether nothing comes before; many tokenizers put a token of their own there.
 
         Raises:
             DataFailure: a character is not in the vocabulary.
         """
         known = self._characters
         if known is None:
-            ids: list[int] = self._pipeline.backend_tokenizer.encode(text).ids
+            encode = self._pipeline.backend_tokenizer.encode
+            ids: list[int] = encode(text, add_special_tokens=first).ids
             return ids
         try:
             return [known[character] for character in text]
@@ -145,7 +155,7 @@ class Tokenizer:
                 later ones, so that nothing can be put after what a model has read.
         """
         said = "\N{ASTERISM}"  # in place of the turn, whose tokens stay as they were sampled
-        before = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        before = [{"role": "user", "content": "1"}, {"role": "assistant", "content": said}]
         shown = self._render(before, speak=False)
         whole = self._render([*before, {"role": "user", "content": text}], speak=True)
         if not whole.startswith(shown) or said not in shown:
@@ -155,7 +165,8 @@ class Tokenizer:
             )
         ends = self._pipeline.convert_ids_to_tokens(sorted(self.eos_ids))
         turn_end = shown[shown.rindex(said) + len(said) :]
-        end = next((end for end in ends if turn_end.startswith(end)), "")
+        end = next((end for end in ends if turn_end.lstrip().startswith(end)), "")
+        end = turn_end[: turn_end.index(end) + len(end)]  # with the space before it, if any
         following = turn_end[len(end) :] + whole[len(shown) :]
         return self._encode_rendered(following if after_eos else end + following)
 

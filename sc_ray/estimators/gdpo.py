@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ class GdpoAdvantages:
             the column `reward` alone, as one component, which is logged.
 
     Raises:
-        ConfigError: a group of `group_size` has nobody to compare with, or there is no weight.
+        ConfigError: a group of `group_size` has nobody to compare with, or there is no weight, or
+            one that is not finite.
     """
 
     scope: EstimatorScope = "chunk"
@@ -55,6 +57,8 @@ class GdpoAdvantages:
         check_size(group_size, 2, "gdpo")
         if reward_weights is not None and not any(reward_weights):
             raise ConfigError(f"reward_weights is {list(reward_weights)}; one must not be 0")
+        if not all(map(math.isfinite, reward_weights or ())):
+            raise ConfigError(f"reward_weights is {list(reward_weights or ())}; all must be finite")
         if reward_weights is None:
             logger.warning("gdpo has no reward_weights: it takes the reward as its one component")
         self._weights = reward_weights

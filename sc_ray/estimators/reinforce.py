@@ -28,7 +28,7 @@ else:
 
 class ReinforcePlusPlusAdvantages:
     """The reward, normalised over all sampled tokens of the batch: REINFORCE++ (Hu et al. 2025,
-    arXiv:2501.03262, section 3.1, equations 4 and 5).
+    arXiv:2501.03262v9, section 3.1, equations 4 and 5).
 
         A_t = r - kl_penalty * sum_{s >= t} (prev_logprobs_s - reference_logprobs_s)
         advantage_t = (A_t - mean(A)) / (std(A) + 1e-8)
@@ -83,7 +83,7 @@ def _to_go(prev: Any, reference: Any, mask: torch.Tensor) -> torch.Tensor:
 
 class ReinforcePlusPlusBaselineAdvantages:
     """Reward minus the mean of its group, normalised over all sampled tokens of the batch:
-    REINFORCE++ with a baseline (Hu et al. 2025, arXiv:2501.03262, section 3.2, equations 6 and 7).
+    REINFORCE++ with a baseline (Hu et al. 2025, arXiv:2501.03262v9, section 3.2, equations 6, 7).
 
         A_i = r_i - mean_group(r)
         advantage_i = (A_i - mean(A)) / (std(A) + 1e-8)

@@ -37,7 +37,7 @@ def scalars(columns: Columns, name: str, group_sizes: Sequence[int]) -> torch.Te
 def trained_rows(columns: Columns, count: int) -> torch.Tensor:
     """Which rows are not masked: bool `[rows]`. All of them, if no column says."""
     masked = columns.get("masked")
-    if masked is None or not len(masked):
+    if masked is None:
         return torch.ones(count, dtype=torch.bool)
     return ~torch.as_tensor(list(masked), dtype=torch.bool)
 
@@ -88,8 +88,6 @@ def normalised(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     (x - m) / (s + 1e-8). Values of weight 0 become 0.
     """
     total = weights.sum()
-    if total == 0:
-        return torch.zeros_like(values)
     mean = (weights * values).sum() / total
     deviation = ((weights * (values - mean).square()).sum() / total).sqrt()
     return torch.where(weights > 0, (values - mean) / (deviation + EPSILON), 0.0)

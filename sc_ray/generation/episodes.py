@@ -103,9 +103,9 @@ class Episode:
             if self._environment is None:
                 self._environment = self._task.episode(self._item)
             return await self._task.respond(self._environment, self._item, completion)
-        except DataFailure:
+        except (DataFailure, GeneratorExit):
             raise
-        except Exception as exc:  # it is the user's: it may raise anything
+        except BaseException as exc:  # it is the user's: its exit would end the loop of all others
             raise DataFailure(
                 f"the {_name_of(self._task)} failed on prompt {prompt_text(self._item)!r} and"
                 f" completion {completion!r}: {type(exc).__name__}: {exc}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -67,11 +68,11 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.ratio_clip_min > 1:
             raise ConfigError(f"{self._told('ratio_clip_min')}; it must be at most 1")
         self._above(1, "ratio_clip_c")
-        self._above(0, "loss_scale_factor")
+        self._above(0, "loss_scale_factor", finite=True)
         self._above(0, "truncated_importance_sampling_ratio")
-        if not self.reference_policy_kl_penalty >= 0:
+        if not 0 <= self.reference_policy_kl_penalty < math.inf:
             told = self._told("reference_policy_kl_penalty")
-            raise ConfigError(f"{told}; it must be at least 0")
+            raise ConfigError(f"{told}; it must be at least 0, and finite")
         self._one_of("rollout_is", Level)
         self._one_of("reference_policy_kl_type", KlType)
         sequence_level = "sequence_level_importance_ratios"
@@ -111,10 +112,13 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         shown = str(value).lower() if isinstance(value, bool) else value
         return f"policy.loss.{name} is {shown}"
 
-    def _above(self, least: float, name: str) -> None:
+    def _above(self, least: float, name: str, *, finite: bool = False) -> None:
         value = getattr(self, name)
-        if value is not None and not value > least:  # nor is it NaN
-            raise ConfigError(f"{self._told(name)}; it must be above {least}")
+        if value is None or (value > least and not (finite and value == math.inf)):
+            return  # it is no NaN either
+        raise ConfigError(
+            f"{self._told(name)}; it must be above {least}" + (", and finite" if finite else "")
+        )
 
     def _one_of(self, name: str, kind: Any) -> None:
         if getattr(self, name) not in get_args(kind):

@@ -44,7 +44,7 @@ def importance_weights(drift: torch.Tensor, config: LossConfig) -> Weights:
     4.1), between engine and trainer as in Yao et al. 2025, "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training"; the second is that of the whole sequence, unbiased but for
     the truncation. A loss with both a ratio to the step's start and such a weight is the decoupled
-    objective of Hilton et al. 2022 (arXiv:2110.00641, section 3).
+    objective of Hilton et al. 2022 (arXiv:2110.00641, section 2).
 
     Args:
         drift: `[rows, tokens]`, 0 outside the mask. Carries no gradient.

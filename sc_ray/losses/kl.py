@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sc_ray.lazy import lazy
 from sc_ray.losses.config import KlType
-from sc_ray.losses.importance import bounded_exp
+from sc_ray.losses.importance import MOST
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def kl_estimate(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:
         return log_ratio
     if kind == "k2":
         return log_ratio.square() / 2
-    return bounded_exp(-log_ratio) - 1 + log_ratio
+    return torch.expm1((-log_ratio).clamp(max=MOST)) + log_ratio  # exp(x) - 1 rounds small x away
 
 
 def kl_penalty(
@@ -35,13 +35,17 @@ def kl_penalty(
     """The estimate, with a gradient whose mean is that of the divergence itself.
 
     The derivative of k1 alone has mean zero, and that of k3 another than the divergence's: the
-    tokens are drawn from the policy that moves. So both get the score-function term, a factor
-    exp(log p - sg(log p)), which is 1 (Tang and Munos 2025, arXiv:2506.09477). k2's derivative is
-    right as it is (Hu et al. 2025, arXiv:2501.03262, section 3.2). With g the gradient of log p:
+    tokens are drawn from the policy that moves. So the score-function term, the estimate times g,
+    belongs to both (Tang and Munos 2025, arXiv:2506.09477). k2's derivative is right as it is (Hu
+    et al. 2025, arXiv:2501.03262v9, section 3.2). With g the gradient of log p, this makes
 
-        k1: (d + 1) g        k2: d g        k3: d g
+        k1: (d + 1) g        k2: d g        k3: (1 - exp(-d)) g + (exp(-d) - 1 + d) g = d g
+
+    written as such: for a token far below the reference, the two terms of k3 have no digit left of
+    their difference.
 
     All `[rows, tokens]`, and 0 outside the mask.
     """
-    estimate = kl_estimate(logprobs - reference_logprobs, kind)
-    return estimate if kind == "k2" else estimate * (logprobs - logprobs.detach()).exp()
+    difference = (logprobs - reference_logprobs).detach()
+    slope = difference + 1 if kind == "k1" else difference
+    return kl_estimate(difference, kind) + slope * (logprobs - logprobs.detach())

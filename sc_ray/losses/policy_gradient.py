@@ -67,13 +67,13 @@ def policy_gradient_loss(
     penalty = torch.zeros_like(loss)
     if config.kl_in_loss:
         assert reference_logprobs is not None, "the loss has a penalty and no reference"
-        reference = sampled(reference_logprobs.detach())
+        reference = sampled(reference_logprobs)
         penalty = kl_penalty(current, reference, config.reference_policy_kl_type)
         loss = loss + config.kl_in_loss * penalty
     denominator = mask.sum() if config.token_level_loss else (counts > 0).sum()
     if not config.token_level_loss:
         loss = loss / (config.loss_scale_factor or lengths)
-    total = sampled(loss).sum()
+    total = loss.sum()  # all is 0 outside the mask
     with torch.no_grad():
         probs_ratio, importance = sampled(made.ratio), sampled(bounded_exp(drift))
         drawn = bounded_exp(current - generation)
@@ -93,7 +93,7 @@ def policy_gradient_loss(
             importance_weight=summed(weights.used),
             truncated=summed(weights.truncated),
             gen_kl_k1=summed(-drift),
-            gen_kl_k3=summed(kl_estimate(-drift, "k3")),
+            gen_kl_k3=summed(kl_estimate(-drift.double(), "k3")),
             entropy=summed(-drawn * current),
             kl_penalty=summed(penalty),
             max_probs_ratio=largest(probs_ratio),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def load_jsonl(
 def read_prompts(path: Path, *, answers: bool = True) -> tuple[Mapping[str, Any], ...]:
     """The lines alone; `answers` says whether each must have one. Raises as `load_jsonl`."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as exc:
         raise ConfigError(f"the prompt file {path} can't be read: {exc.strerror}") from exc
     prompts = tuple(

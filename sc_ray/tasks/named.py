@@ -24,7 +24,7 @@ def load_named(kind: str, form: str, spec: str) -> Any:
         raise ConfigError(f"{kind} {spec!r} is not of the form module:{form}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as exc:  # the module is the user's: its import may raise anything
+    except (Exception, SystemExit) as exc:  # the module is the user's: it may raise anything
         reason = f"{type(exc).__name__}: {exc}"
         raise ConfigError(f"{kind} {spec!r}: importing {module_name} failed: {reason}") from exc
     found = vars(module).get(name)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Awaitable, Mapping
-from typing import Protocol, cast
+from typing import Protocol, SupportsFloat, cast
 
 import msgspec
 
@@ -16,7 +15,10 @@ from sc_ray.tasks.named import load_named
 
 Judgement = float | Mapping[str, float]
 """One number from 0 to 1; or several finite ones by name, whose total is the one named `reward`,
-or else their sum. A function names the same components each time."""
+or else their sum. A function names the same components each time. A scalar of NumPy or torch is a
+number, too."""
+
+_MOST = 3.4e38  #: of a component: in a row it has float32
 
 
 class Reward(Protocol):
@@ -50,28 +52,39 @@ def score_of(judgement: object, of: str) -> Score:
     """
     if isinstance(judgement, Mapping):
         return _sum_of(judgement, of)
-    if not isinstance(judgement, int | float) or not 0 <= judgement <= 1:
+    number = _number(judgement)
+    if number is None or not 0 <= number <= 1:
         if inspect.iscoroutine(judgement):
             judgement.close()  # else Python complains, much later, that nobody waited for it
         raise DataFailure(
             f"{of} is {judgement!r}; it must be a number from 0 to 1, or a mapping of such numbers"
             " by name"
         )
-    return Score(float(judgement))
+    return Score(number)
 
 
 def _sum_of(judgement: Mapping[object, object], of: str) -> Score:
     numbers: dict[str, float] = {}
     for name, value in judgement.items():
-        number = isinstance(value, int | float) and math.isfinite(value)
-        if not isinstance(name, str) or not number:
+        number = _number(value)
+        if not isinstance(name, str) or number is None or not abs(number) < _MOST:
             raise DataFailure(f"{of} has {value!r} under {name!r}; it must be a finite number")
-        numbers[name] = float(cast("float", value))
+        numbers[name] = number
     total = numbers.pop("reward", None)
     if not numbers:
         raise DataFailure(f"{of} is {dict(judgement)!r}, which names no component")
     components = dict(sorted(numbers.items()))
     return Score(sum(components.values()) if total is None else total, components)
+
+
+def _number(value: object) -> float | None:
+    """Any kind of number as a float; None of what is none, or several."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def load_reward(spec: str) -> Reward:

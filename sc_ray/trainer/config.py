@@ -30,11 +30,17 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     microbatch_rows: int = 64  #: rows in one forward and backward; bounds memory
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.max_grad_norm <= 0 or self.microbatch_rows < 1:
-            raise ConfigError(
-                f"optimizer.lr = {self.lr:g}, max_grad_norm = {self.max_grad_norm:g} and"
-                f" microbatch_rows = {self.microbatch_rows} must all be above 0"
-            )
+        for name, fits, must in (
+            ("lr", 0 < self.lr < math.inf, "above 0, and finite"),
+            ("beta1", 0 <= self.beta1 < 1, "at least 0, and below 1"),
+            ("beta2", 0 <= self.beta2 < 1, "at least 0, and below 1"),
+            ("eps", 0 <= self.eps < math.inf, "at least 0, and finite"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0, and finite"),
+            ("max_grad_norm", self.max_grad_norm > 0, "above 0"),
+            ("microbatch_rows", self.microbatch_rows >= 1, "at least 1"),
+        ):
+            if not fits:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must be {must}")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,9 +72,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
 
     def over(self, steps: int) -> SchedulerConfig:
-        """The same, with its lowest rate at that step if it names none."""
+        """The same, with its lowest rate at that step if it names none.
+
+        Raises:
+            ConfigError: there are no steps after the warm-up.
+        """
         if self.name == "constant" or self.decay_steps is not None:
             return self
+        if steps <= self.warmup_steps:
+            raise ConfigError(
+                f"scheduler.warmup_steps is {self.warmup_steps}, and the last step, where the rate"
+                f" of {self.name} is lowest unless decay_steps is set, is {steps}; it must be more"
+            )
         return msgspec.structs.replace(self, decay_steps=steps)
 
     def factor(self, steps: int) -> float:

@@ -20,8 +20,6 @@ def shares_of(batch: Batch, workers: int, *, trained: bool) -> list[tuple[Sample
     Args:
         trained: only the rows that a gradient may come from; else all of them.
     """
-    if workers == 1:
-        return [batch.trained_ids if trained else batch.sample_ids]
     wanted: Collection[SampleId] = frozenset(batch.trained_ids) if trained else batch.sample_ids
     rows: list[SampleId] = []
     tokens: list[float] = []

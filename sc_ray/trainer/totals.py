@@ -31,8 +31,7 @@ class Totals:
         """Become what all workers have together."""
         sums, maxima = self._values.clone(), self._values.clone()
         peers.sum(sums)
-        if self._is_maximum.any():
-            peers.max(maxima)
+        peers.max(maxima)
         self._values = torch.where(self._is_maximum, maxima, sums)
 
     def by_name(self) -> dict[str, float]:

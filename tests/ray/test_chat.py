@@ -8,11 +8,11 @@ from typing import Any
 
 import anyio
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Pipeline
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from sc_core.errors import ConfigError, DataFailure
+from sc_core.errors import ConfigError, DataFailure, RestoreError
 from sc_core.records import Prompt, group_id
 from sc_ray import pretrained
 from sc_ray.demo_pretrained import before_and_after
@@ -33,11 +33,29 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FORGETFUL = "{% for m in messages[-1:] %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+DEAF = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}"
 STRICT = "{{ raise_exception('no system here') if messages[0]['role'] == 'system' }}" + CHATML
 
 
-def chat_tokenizer(directory: Path, template: str | None = CHATML, ends: Any = (1, 2)) -> Tokenizer:
-    """A byte-level tokenizer saved as a pretrained model's, and loaded from there."""
+SPACED = (  # as that of Llama 2
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] | trim }} [/INST]"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] | trim }} <|im_end|>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def chat_tokenizer(
+    directory: Path,
+    template: str | None = CHATML,
+    ends: Any = (1, 2),
+    *,
+    own_end: str | None = TEXT_END,
+    start: bool = False,
+) -> Tokenizer:
+    """A byte-level tokenizer saved as a pretrained model's, and loaded from there.
+
+    With `start`, each text begins with a token of its own.
+    """
     specials = [TEXT_END, END, START]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*specials, *letters])}
@@ -45,8 +63,12 @@ def chat_tokenizer(directory: Path, template: str | None = CHATML, ends: Any = (
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
     pipeline.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    if start:
+        pipeline.post_processor = processors.TemplateProcessing(
+            single=f"{START} $A", special_tokens=[(START, vocabulary[START])]
+        )
     made = PreTrainedTokenizerFast(
-        tokenizer_object=pipeline, eos_token=TEXT_END, pad_token=TEXT_END, chat_template=template
+        tokenizer_object=pipeline, eos_token=own_end, pad_token=TEXT_END, chat_template=template
     )
     made.save_pretrained(str(directory))
     if ends is not None:
@@ -99,6 +121,32 @@ def test_a_reply_continues_what_was_read_as_the_template_would_have_it(
     assert read == phrasing.prompt_ids({"messages": whole})
 
 
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_turn_ends_once_where_the_template_puts_a_space_before_its_end(
+    tmp_path: Path, cut_off: bool
+) -> None:
+    tokenizer = chat_tokenizer(tmp_path, SPACED)
+    ids = tokenizer.encode_reply(" lower", after_eos=not cut_off)
+    assert text(tokenizer, ids) == f" {END}" * cut_off + "[INST] lower [/INST]"
+
+
+def test_a_text_that_others_come_before_has_no_token_of_its_own_at_its_start(
+    tmp_path: Path,
+) -> None:
+    phrasing = Phrasing(tokenizer=chat_tokenizer(tmp_path, start=True))
+    assert text(phrasing.tokenizer, phrasing.prompt_ids({"prompt": "1"})) == f"{START}1"
+    assert text(phrasing.tokenizer, phrasing.reply_ids("2", after_eos=False)) == "2"
+
+
+def test_a_tokenizer_has_its_own_end_or_that_of_the_model_or_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, ends=1, own_end=None)
+    tokenizer.save(tmp_path / "again")
+    for each in (tokenizer, Tokenizer.load(tmp_path / "again")):
+        assert each.eos_ids == {1} and each.eos_id == 1
+    with pytest.raises(RestoreError, match="has no end-of-text token: no completion could end"):
+        chat_tokenizer(tmp_path, ends=[], own_end=None)
+
+
 def test_completions_end_at_the_tokenizers_end_token_and_at_those_of_the_model(
     tmp_path: Path,
 ) -> None:
@@ -120,9 +168,10 @@ def test_a_template_that_refuses_or_forgets_is_told(tmp_path: Path) -> None:
     strict = Phrasing(tokenizer=chat_tokenizer(tmp_path, STRICT), chat=True, system_prompt="s")
     with pytest.raises(DataFailure, match=r"the chat template refuses .*no system here"):
         strict.prompt_ids({"prompt": "p"})
-    forgetful = Phrasing(tokenizer=chat_tokenizer(tmp_path, FORGETFUL), chat=True)
-    with pytest.raises(DataFailure, match="can't be used for several turns"):
-        forgetful.reply_ids("r", after_eos=True)
+    for template in (FORGETFUL, DEAF):
+        forgetful = Phrasing(tokenizer=chat_tokenizer(tmp_path, template), chat=True)
+        with pytest.raises(DataFailure, match="can't be used for several turns"):
+            forgetful.reply_ids("r", after_eos=True)
 
 
 # settings -------------------------------------------------------------------------------
@@ -130,6 +179,12 @@ def test_a_template_that_refuses_or_forgets_is_told(tmp_path: Path) -> None:
 
 def config(*overrides: str) -> TrainConfig:
     return load_config("exact", overrides)
+
+
+def test_a_pretrained_model_that_is_not_there_is_told_by_its_directory(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(ConfigError, match=f"^policy.model.pretrained: .* no directory {gone}$"):
+        Prepared.of(load_config("demo", [f"policy.model.pretrained={gone}"]))
 
 
 def test_the_template_is_used_if_a_pretrained_model_brings_one(tmp_path: Path) -> None:
@@ -159,6 +214,10 @@ def test_a_task_that_the_template_does_not_fit_is_refused(tmp_path: Path) -> Non
         Prepared.of(config(f"{of}/forgetful", "task.name=guess_digit"))
     with pytest.raises(ConfigError, match=r"task\.chat_template: .*no system here"):
         Prepared.of(config(f"{of}/strict", "task.system_prompt=s"))
+    chat_tokenizer(tmp_path / "spaced", SPACED)
+    assert Prepared.of(config(f"{of}/spaced", "task.system_prompt=''")).chat
+    with pytest.raises(ConfigError, match=r"task\.system_prompt is set, and the chat template"):
+        Prepared.of(config(f"{of}/spaced", "task.system_prompt=s"))
     path = tmp_path / "chats.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "hi"}], "answer": "a"}\n')
     with pytest.raises(ConfigError, match="prompts of task chats are messages; they need"):

@@ -239,12 +239,60 @@ async def test_an_environment_at_fault_is_named_with_its_prompt(weights: Path) -
         def respond(self, completion: str) -> Reply:
             return Reply("~")
 
+    class Flatters(Counts):
+        def respond(self, completion: str) -> Reply:
+            return Reply(None, 2.0)
+
     worker = await worker_of(weights, task(Breaks))
     with pytest.raises(DataFailure, match=r"environment .*Breaks failed on prompt '2-7:' .*nought"):
         await worker.rollouts(PROMPT, [0], 1)
     worker = await worker_of(weights, task(Mumbles))
     with pytest.raises(DataFailure, match="no token for '~'"):
         await worker.rollouts(PROMPT, [0], 1)
+    worker = await worker_of(weights, task(Flatters))
+    with pytest.raises(DataFailure, match=r"^the reward of task counts .* is 2\.0; it must be"):
+        await worker.rollouts(PROMPT, [0], 1)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+async def test_a_reward_that_wants_to_end_its_process_fails_alone(
+    weights: Path, error: type[BaseException]
+) -> None:
+    asked = []
+
+    def exits_at_first(prompt: str, completion: str, answer: str) -> float:
+        asked.append(completion)
+        if len(asked) == 1:
+            raise error
+        return 1.0
+
+    judged = task(environment=None, reward=exits_at_first, max_turns=1)
+    worker = await worker_of(weights, judged)
+    with pytest.raises(DataFailure, match=f"reward function .* failed .*: {error.__name__}"):
+        await worker.rollouts(PROMPT, [0], 1)
+    assert (await worker.rollouts(PROMPT, [0], 1)).rewards == [1.0]
+
+
+async def test_a_cancelled_rollout_ends_the_wait_of_its_environment(weights: Path) -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+    here = asyncio.get_running_loop()
+
+    class Waits(Counts):
+        async def respond(self, completion: str) -> Reply:  # type: ignore[override]
+            here.call_soon_threadsafe(asked.set)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                here.call_soon_threadsafe(ended.set)
+            return Reply(None)
+
+    worker = await worker_of(weights, task(Waits))
+    waiting = asyncio.ensure_future(worker.rollouts(PROMPT, [0], 1))
+    await asked.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await ended.wait()
 
 
 async def test_components_become_a_column_in_the_order_of_their_names(weights: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -208,6 +209,15 @@ def test_nothing_to_compare_gives_nothing(name: str) -> None:
     assert made(estimator, columns_of([]), []) == []
 
 
+@pytest.mark.parametrize(
+    "estimator",
+    [ReinforcePlusPlusAdvantages(kl_penalty=0.1), GaeAdvantages(normalize_advantages=True)],
+)
+def test_no_rows_have_no_tokens_either(estimator: AdvantageEstimator) -> None:
+    found = estimator.estimate({name: [] for name in estimator.select_fields}, [])
+    assert found["advantage"] == []
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_sizes_that_do_not_add_up_are_refused(name: str) -> None:
     with pytest.raises(DataPlaneError, match="3 rewards for groups of 4 rows"):
@@ -245,6 +255,9 @@ def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
         made(GdpoAdvantages(reward_weights=[1.0, 1.0, 1.0]), columns, [4])
     with pytest.raises(ConfigError, match="one must not be 0"):
         GdpoAdvantages(reward_weights=[0.0])
+    for weight in (math.nan, math.inf):
+        with pytest.raises(ConfigError, match="all must be finite"):
+            GdpoAdvantages(reward_weights=[1.0, weight])
 
 
 def test_rewards_that_cancel_are_not_blown_up_by_rounding() -> None:

@@ -445,6 +445,40 @@ def test_k1_and_k3_have_the_divergence_as_their_mean(kind: Any) -> None:
     torch.testing.assert_close((logprobs.exp() * kl_estimate(difference, kind)).sum(), exact)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("difference", [1e-5, -1e-5, -10.0, -19.9, -20.1, -100.0, 19.9, 100.0])
+def test_the_penalty_pulls_back_by_the_difference_however_far(kind: Any, difference: float) -> None:
+    logprobs = torch.tensor([difference - 3], dtype=torch.float32, requires_grad=True)
+    reference = torch.tensor([-3.0])
+    penalty = kl_penalty(logprobs, reference, kind)
+    (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+    seen = logprobs.detach() - reference
+    assert float(gradient) == float(seen + 1 if kind == "k1" else seen)
+    assert math.isfinite(float(penalty.detach()))
+
+
+def test_k3_is_never_negative_also_where_float32_has_few_digits_left() -> None:
+    small = torch.linspace(-1e-4, 1e-4, 4001)
+    exact = kl_estimate(small.double(), "k3")
+    assert float(exact.min()) >= 0
+    torch.testing.assert_close(kl_estimate(small, "k3"), exact.float(), atol=1e-11, rtol=0)
+
+
+def test_the_mismatch_of_two_engines_that_round_otherwise_is_no_noise() -> None:
+    """As two engines in float32 differ: the mean of d^2 / 2, not what rounding leaves."""
+    own = torch.Generator().manual_seed(0)
+    generation = -3 * torch.rand((8, 100), generator=own)
+    prev = generation + 1e-6 * torch.randn((8, 100), generator=own)
+    rows = Case(
+        dict.fromkeys(LOGPROBS, prev) | {"generation_logprobs": generation},
+        torch.ones((8, 100), dtype=torch.bool),
+        torch.ones(8),
+    )
+    found = step_metrics(numbers(rows.sums(LossConfig())))["gen_kl_error"]
+    expected = float((prev - generation).double().square().mean() / 2)
+    assert found == pytest.approx(expected, rel=1e-3, abs=0)
+
+
 # settings ----------------------------------------------------------------------------------
 
 
@@ -462,7 +496,15 @@ def test_k1_and_k3_have_the_divergence_as_their_mean(kind: Any) -> None:
         ),
         (
             {"reference_policy_kl_penalty": -0.1},
-            "reference_policy_kl_penalty is -0.1; it must be at least 0",
+            "reference_policy_kl_penalty is -0.1; it must be at least 0, and finite",
+        ),
+        (
+            {"reference_policy_kl_penalty": math.inf},
+            "kl_penalty is inf; it must be at least 0",
+        ),
+        (
+            {"token_level_loss": False, "loss_scale_factor": math.inf},
+            "loss_scale_factor is inf; it must be above 0, and finite",
         ),
         ({"reference_policy_kl_type": "k4"}, "kl_type is k4; it is one of k1, k2, k3"),
         ({"rollout_is": "group"}, "rollout_is is group; it is one of token, sequence"),

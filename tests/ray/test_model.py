@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +61,17 @@ def test_model_has_a_token_for_each_of_the_vocabulary() -> None:
         {"hidden_size": 100, "num_attention_heads": 3},
         {"num_attention_heads": 4, "num_key_value_heads": 3},
         {"num_attention_heads": 0},
+        {"num_key_value_heads": -2},
+        {"hidden_size": 0},
+        {"intermediate_size": 0},
+        {"num_hidden_layers": -1},
+        {"max_position_embeddings": 0},
+        {"initializer_range": 0.0},
+        {"initializer_range": float("nan")},
+        {"initializer_range": float("inf")},
     ],
 )
-def test_heads_that_do_not_divide_are_refused_with_the_numbers(wrong: dict[str, int]) -> None:
+def test_numbers_that_no_model_has_are_refused_with_them(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         ModelConfig(**wrong)
     assert all(str(number) in str(refused.value) for number in wrong.values())
@@ -197,6 +206,12 @@ def test_a_pretrained_model_that_is_not_there_or_too_small_is_refused(tmp_path: 
     with pytest.raises(ConfigError, match="no causal LM in"):
         build(ModelConfig(pretrained=str(tmp_path / "nowhere")))
     save_as_pretrained(build(), tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="no causal LM in"):
+        build(ModelConfig(pretrained=str(tmp_path)))
+    weights.write_bytes(whole)
     with pytest.raises(ConfigError, match="has 14 tokens and the tokenizer 15"):
         build_model(
             ModelConfig(pretrained=str(tmp_path)),
@@ -253,6 +268,12 @@ def test_an_alphabet_that_is_none_is_refused(alphabet: list[str]) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="no tokenizer can be loaded from"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(RestoreError, match="no tokenizer can be loaded from"):
-        Tokenizer.load(tmp_path)
+    Tokenizer.of_characters("a").save(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        whole = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}"
+        for damaged in ("{", "", "[]", "null"):
+            (tmp_path / name).write_text(damaged)
+            with pytest.raises(RestoreError, match="no tokenizer can be loaded from"):
+                Tokenizer.load(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    assert Tokenizer.load(tmp_path).vocab_size == 3

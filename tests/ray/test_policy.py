@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -249,6 +250,16 @@ def test_dropout_is_repeatable_abandonable_and_saved(tmp_path: Path) -> None:
     assert same(trained, straight) and same(loaded, straight)
 
 
+def test_log_probs_are_without_dropout_also_in_the_midst_of_a_step() -> None:
+    trained, rows = policy(), made_up_rows()
+    plain = trained.logprobs(rows)
+    add_dropout(trained)
+    trained.begin_step()
+    trained.accumulate(rows)
+    for found, expected in zip(trained.logprobs(rows), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_calls_out_of_turn_are_refused() -> None:
     trained = policy()
     with pytest.raises(ScError, match="accumulate: no step is open"):
@@ -297,10 +308,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(advantage: float) -> None
     assert same(trained, straight)
 
 
-@pytest.mark.parametrize("wrong", [{"lr": 0.0}, {"max_grad_norm": 0.0}, {"microbatch_rows": 0}])
-def test_optimizer_settings_that_cannot_train_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        OptimizerConfig(**wrong)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("lr", [0.0, -1.0, math.nan, math.inf]),
+        ("beta1", [-0.1, 1.0, math.nan]),
+        ("beta2", [-0.1, 1.0, math.nan]),
+        ("eps", [-1e-8, math.nan, math.inf]),
+        ("weight_decay", [-0.1, math.nan, math.inf]),
+        ("max_grad_norm", [0.0, math.nan]),
+        ("microbatch_rows", [0]),
+    ],
+)
+def test_optimizer_settings_that_cannot_train_are_refused(name: str, values: list[float]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"optimizer\.{name} is {value}; it must be"):
+            OptimizerConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_gradient_need_not_be_cut() -> None:
+    uncut = policy(optimizer=OptimizerConfig(max_grad_norm=math.inf))
+    assert train(uncut, made_up_rows())["grad_norm"] > 0
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(uncut).values())
 
 
 # data-parallel workers -----------------------------------------------------------------
@@ -455,6 +484,14 @@ def test_a_damaged_save_is_refused_by_name(tmp_path: Path, name: str, harm: str)
         policy().load(tmp_path)
     where = str(tmp_path) if name == "tokenizer.json" else str(path)
     assert where in str(refused.value)
+
+
+def test_a_save_without_random_state_is_refused(tmp_path: Path) -> None:
+    policy().save(tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    write_tensors({n: t for n, t in read_tensors(path).items() if n != "torch_rng"}, path)
+    with pytest.raises(RestoreError, match=r"optimizer\.safetensors holds no torch_rng"):
+        policy().load(tmp_path)
 
 
 def test_a_save_of_another_run_is_refused(tmp_path: Path) -> None:

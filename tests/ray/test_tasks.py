@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import random
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from sc_core.errors import ConfigError, DataFailure
 from sc_ray.tasks import (
@@ -155,6 +159,25 @@ def test_a_reward_outside_its_range_is_told_with_its_prompt(reward: object) -> N
         judged(lambda *asked: reward)
 
 
+@pytest.mark.parametrize(
+    "number",
+    [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25), Fraction(1, 4)],
+)
+def test_a_reward_is_any_kind_of_number(number: Any) -> None:
+    assert judged(lambda *asked: number) == Score(0.25)
+    assert judged(lambda *asked: {"a": number, "b": np.int64(2)}).components == {"a": 0.25, "b": 2}
+    assert judged(lambda *asked: np.bool_(True)) == judged(lambda *asked: True) == Score(1.0)
+
+
+@pytest.mark.parametrize(
+    "given", [np.array([0.5, 0.5]), torch.ones(2), np.float32("nan"), 0.5j, 10**400, [0.5]]
+)
+def test_several_numbers_are_no_reward(given: Any) -> None:
+    for answer in (given, {"a": given}):
+        with pytest.raises(DataFailure, match="the reward of task odd"):
+            judged(lambda *asked, answer=answer: answer)
+
+
 def test_a_reward_may_have_components() -> None:
     parts = {"right": 1.0, "brief": -0.25}
     assert judged(lambda *asked: parts) == Score(0.75, {"brief": -0.25, "right": 1.0})
@@ -168,6 +191,7 @@ def test_a_reward_may_have_components() -> None:
     [
         ({"right": float("inf")}, "has inf under 'right'; it must be a finite number"),
         ({"right": None}, "has None under 'right'"),
+        ({"right": 1e39}, "has 1e[+]39 under 'right'"),  # which float32 has not
         ({1: 0.5}, "has 0.5 under 1"),
         ({}, "names no component"),
         ({"reward": 1.0}, "names no component"),
@@ -272,6 +296,12 @@ def test_a_line_may_hold_messages_and_an_environment_needs_no_answer(tmp_path: P
     assert task.reward is None and task.environment is HigherOrLower
 
 
+def test_a_file_may_begin_with_a_mark_and_have_lines_as_on_windows(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + b'{"prompt": "1", "answer": "2"}\r\n\r\n')
+    assert load_jsonl(path).prompts == ({"prompt": "1", "answer": "2"},)
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -317,6 +347,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "class Game:\n    pass\n"
     )
     (tmp_path / "broken_rewards.py").write_text("import no_such_module_anywhere\n")
+    (tmp_path / "script_of_a_user.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
     return name
@@ -339,6 +370,7 @@ def test_a_reward_is_found_by_name(module: str) -> None:
         ("m:", "not of the form module:function"),
         ("no_such_module_here:f", "importing no_such_module_here failed: ModuleNotFoundError"),
         ("broken_rewards:f", "No module named 'no_such_module_anywhere'"),
+        ("script_of_a_user:f", "importing script_of_a_user failed: SystemExit: 0"),
         ("rewards_of_a_user:short_anser", "did you mean short_answer?"),
         ("rewards_of_a_user:zzz", "rewards_of_a_user has no function zzz"),
         ("rewards_of_a_user:LIMIT", "LIMIT is a int, not a function"),
