@@ -50,7 +50,13 @@ class Phrasing(msgspec.Struct, frozen=True, kw_only=True):
             DataFailure: it can't be encoded.
         """
         if not self.chat:
-            return self.tokenizer.encode(text, first=False)
+            try:
+                return self.tokenizer.encode(text, first=False)
+            except DataFailure as exc:
+                raise DataFailure(
+                    f"the environment's reply can't be put to the model: {exc}; a model from random"
+                    " weights learns to read the characters that task.characters names"
+                ) from exc
         return self.tokenizer.encode_reply(text, after_eos=after_eos)
 
     def _shows_system_prompt(self) -> bool:

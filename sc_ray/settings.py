@@ -268,7 +268,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration file, or the built-in one of that name, and apply `key=value` pairs.
 
     The evaluations of a built-in one are of its own task: a `task.jsonl` without `task.val_jsonl`
-    turns them off.
+    turns them off. Likewise, its `advantages.normalize` is of `grpo` alone.
 
     Raises:
         ConfigError: no such configuration, unreadable, an unknown key (with the nearest known
@@ -280,6 +280,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
         _override(data, pair)
     if source in builtin_configs():
         _evaluate_no_other_task(data, overrides)
+        _normalize_no_other_estimator(data, overrides)
     return decode(data, TrainConfig, source=COMMAND_LINE if overrides else where)
 
 
@@ -324,6 +325,14 @@ def _evaluate_no_other_task(data: dict[str, Any], overrides: Sequence[str]) -> N
         for key in ("val_period", "val_at_start", "val_at_end"):
             if f"grpo.{key}" not in asked_for:
                 data.get("grpo", {}).pop(key, None)
+
+
+def _normalize_no_other_estimator(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    advantages = data.get("advantages")
+    asked_for = any(pair.startswith("advantages.normalize=") for pair in overrides)
+    if isinstance(advantages, dict) and not asked_for:
+        if advantages.get("estimator", "grpo") != "grpo":
+            advantages.pop("normalize", None)
 
 
 def _override(data: dict[str, Any], pair: str) -> None:

@@ -132,7 +132,7 @@ class Tokenizer:
         except KeyError as exc:
             (unknown,) = exc.args
             raise DataFailure(
-                f"the tokenizer has no token for {unknown!r} in prompt {text!r}; it knows"
+                f"the tokenizer has no token for {unknown!r} in {text!r}; it knows"
                 f" {''.join(sorted(known))!r}"
             ) from None
 

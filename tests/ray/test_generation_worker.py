@@ -294,7 +294,7 @@ async def test_the_last_siblings_can_be_looked_at(worker: GenerationWorker) -> N
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
-        ({"prompt": "3?9=", "answer": "9"}, r"no token for '\?' in prompt '3\?9='"),
+        ({"prompt": "3?9=", "answer": "9"}, r"no token for '\?' in '3\?9='"),
         ({"prompt": "1" * 300, "answer": "9"}, "exceed the model's 256 positions"),
         ({"prompt": "", "answer": "9"}, "at least one token"),
         ({"prompt": "3,9="}, "prompt 3 has no text under the key 'answer'"),

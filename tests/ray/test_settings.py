@@ -230,3 +230,12 @@ def test_the_demo_evaluates_its_own_task_and_another_one_if_asked_to() -> None:
     assert evaluates("task.jsonl=mine.jsonl", "task.val_jsonl=held_out.jsonl")
     message = refused("demo", "task.jsonl=mine.jsonl", "grpo.val_period=3")
     assert "there are no prompts for it: set task.val_jsonl" in message
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "opo", "reinforce_plus_plus", "gdpo"])
+def test_another_estimator_than_the_demos_needs_no_other_setting(estimator: str) -> None:
+    assert load_config("demo").advantages.normalize
+    changed = load_config("demo", [f"advantages.estimator={estimator}"])
+    assert (changed.advantages.estimator, changed.advantages.normalize) == (estimator, None)
+    told = refused("demo", f"advantages.estimator={estimator}", "advantages.normalize=true")
+    assert "only grpo has it" in told
