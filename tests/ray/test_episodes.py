@@ -247,9 +247,7 @@ async def test_an_environment_at_fault_is_named_with_its_prompt(weights: Path) -
     with pytest.raises(DataFailure, match=r"environment .*Breaks failed on prompt '2-7:' .*nought"):
         await worker.rollouts(PROMPT, [0], 1)
     worker = await worker_of(weights, task(Mumbles))
-    with pytest.raises(
-        DataFailure, match=r"reply .* no token for '~' .* task.characters"
-    ):
+    with pytest.raises(DataFailure, match=r"reply .* no token for '~' .* task.characters"):
         await worker.rollouts(PROMPT, [0], 1)
     worker = await worker_of(weights, task(Flatters))
     with pytest.raises(DataFailure, match=r"^the reward of task counts .* is 2\.0; it must be"):
