@@ -163,8 +163,9 @@ async def test_a_message_that_no_file_can_hold_costs_an_attempt_and_not_the_run(
     result = await run.run()
     log.close()
     assert result is not None and result.step == 12
-    told = [event.reason for event in read_events(tmp_path / "events.jsonl") if event.reason]
-    assert [reason.endswith("disk \\udcff") for reason in told] == [True] * 5 + [False]
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event.reason]
+    assert [event.reason.endswith("disk \\udcff") for event in events] == [True] * 6 + [False]
+    assert [event.event for event in events][4:] == ["engine", "weight_sync", "stopped"]
 
 
 @pytest.mark.parametrize("answer", [{0: 1}, {"engine0": 1, None: 1}], ids=repr)
