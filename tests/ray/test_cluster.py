@@ -15,6 +15,12 @@ from sc_ray.cluster import start_local_ray
 LATE = "The current node timed out during startup. This could happen because …"
 
 
+@pytest.fixture(autouse=True)
+def no_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a Ray of other tests in this process."""
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+
 @pytest.mark.parametrize("late_starts", [0, 2, 3])
 def test_a_start_that_ray_gives_up_for_want_of_time_is_tried_again(
     late_starts: int, monkeypatch: pytest.MonkeyPatch
