@@ -34,9 +34,10 @@ TARGETS = {"torch": 1.0, "vllm": 1.3, "waiting": 1.8}
 LONG_COMPLETIONS = {
     "grpo.num_prompts_per_step": 8,
     "grpo.num_generations_per_prompt": 8,
-    "task.max_new_tokens": 200,
+    "task.max_new_tokens": 500,
+    "policy.model.max_position_embeddings": 512,
 }
-"""So that a step of the tiny model takes a second or two, and not the time of its overheads."""
+"""So that a step of the tiny model takes seconds, and not the time of its overheads."""
 
 Steps = list[dict[str, Any]]  #: the metrics of each, without the first ones
 
