@@ -59,7 +59,6 @@ from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
 from sc_ray.tasks import (
     Task,
-    digit_sums,
     guess_digit,
     hold_out,
     larger_digit,
@@ -417,7 +416,6 @@ def run_id(run_dir: Path) -> str:
 _BUILT_IN = {
     "larger_digit": larger_digit,
     "guess_digit": guess_digit,
-    "digit_sums": digit_sums,
     "two_digit_sums": two_digit_sums,
 }
 _TURNS = 8

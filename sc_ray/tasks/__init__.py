@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sc_ray.tasks.arithmetic import digit_sums, larger_digit, two_digit_sums
+from sc_ray.tasks.arithmetic import larger_digit, two_digit_sums
 from sc_ray.tasks.environment import Environment, EnvironmentMaker, Reply, load_environment
 from sc_ray.tasks.guess_digit import guess_digit
 from sc_ray.tasks.jsonl import load_jsonl
@@ -17,7 +17,6 @@ __all__ = [
     "Reward",
     "Score",
     "Task",
-    "digit_sums",
     "exact_match",
     "guess_digit",
     "hold_out",

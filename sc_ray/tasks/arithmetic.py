@@ -35,17 +35,6 @@ def right_digit(prompt: str, completion: str, answer: str) -> float:
     return 0.5 if completion.startswith(answer) else 0.0
 
 
-def digit_sums(*, seed: int = 0) -> Task:
-    """All 100 questions such as `3+9=`, for a pretrained model; `seed` settles their order."""
-    questions = [
-        {"prompt": f"{left}+{right}=", "answer": str(left + right)}
-        for left in range(10)
-        for right in range(10)
-    ]
-    random.Random(seed).shuffle(questions)
-    return Task(name="digit_sums", prompts=tuple(questions), reward=last_number, max_new_tokens=8)
-
-
 def two_digit_sums(*, seed: int = 0) -> Task:
     """All 8,100 questions such as `What is 34 + 57?`, for a pretrained model.
 

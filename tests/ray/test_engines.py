@@ -131,8 +131,6 @@ class Driven:
 def driven(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Driven]:
-    if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
     configure_torch(threads=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM's import and torch warn of is not ours

@@ -23,7 +23,7 @@ def refused(source: str, *overrides: str) -> str:
 def test_every_built_in_configuration_loads() -> None:
     assert builtin_configs() == ["demo", "exact", "pretrained", "vllm"]
     tasks = {name: load_config(name).task.name for name in builtin_configs()}
-    assert tasks.pop("pretrained") == "digit_sums"
+    assert tasks.pop("pretrained") == "two_digit_sums"
     assert set(tasks.values()) == {"larger_digit"}
 
 
