@@ -1,33 +1,22 @@
-"""What the README shows is what happens."""
+"""docs/failure.md knows every error, and its report is one that a run gave."""
 
 from __future__ import annotations
 
+import builtins
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import anyio
 import pytest
 from virtual_clock import VirtualClockLoop
 
+import sc_core.errors
 from sc_core.config import ControllerConfig, decode
 from sc_core.errors import StallError
 from sc_core.records import Prompt
 from sc_core.testing import MemoryRun
 
-README = Path(__file__).parent.parent / "README.md"
-
-
-def test_the_ten_lines_print_what_stands_below_them() -> None:
-    example = re.search(
-        r"```python\n(import anyio\n.*?)```\n\n```\n(.*?)```", README.read_text(), re.S
-    )
-    assert example is not None
-    done = subprocess.run(
-        [sys.executable, "-c", example[1]], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == example[2]
+PAGE = Path(__file__).parent.parent / "docs" / "failure.md"
 
 
 async def lost_sibling() -> str:
@@ -55,7 +44,7 @@ async def lost_sibling() -> str:
 
 
 def test_the_report_of_a_stall_is_what_it_shows() -> None:
-    shown = re.search(r"```\n(no progress for .*?)\n```", README.read_text(), re.S)
+    shown = re.search(r"```\n(no progress for .*?)\n```", PAGE.read_text(), re.S)
     assert shown is not None
     told = anyio.run(lost_sibling, backend_options={"loop_factory": VirtualClockLoop})
     assert without_lines(shown[1]) == without_lines(told)
@@ -63,3 +52,21 @@ def test_the_report_of_a_stall_is_what_it_shows() -> None:
 
 def without_lines(report: str) -> str:
     return re.sub(r"\.py:\d+", ".py", report)
+
+
+def test_every_error_is_explained() -> None:
+    ours = {
+        name
+        for name, value in vars(sc_core.errors).items()
+        if isinstance(value, type) and issubclass(value, sc_core.ScError)
+    }
+    explained = set(re.findall(r"`(\w+)`", table_of_errors()))
+    assert ours - {"ScError"} <= explained
+    assert explained <= ours | set(dir(builtins))
+
+
+def table_of_errors() -> str:
+    """The first column."""
+    _, _, after = PAGE.read_text().partition("| error | it means | do this |\n|---|---|---|\n")
+    rows = after.partition("\n\n")[0].splitlines()
+    return "\n".join(row.split("|")[1] for row in rows)
