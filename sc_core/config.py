@@ -160,9 +160,7 @@ class AsyncRlConfig(_Settings, frozen=True):
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
     """What becomes of the prompt of a group that is too old to train on: it is given up, which the
     event log records, or goes out again."""
-    max_stale_requeues: int = (
-        2  #: times that one prompt goes out again for that; then it is dropped
-    )
+    max_stale_requeues: int = 2  #: times that a prompt goes out again for that, at most
     weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
     """What becomes of requests that are under way when the weights move.
 
