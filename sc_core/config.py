@@ -44,6 +44,9 @@ class GrpoConfig(_Settings, frozen=True):
     overlong_filtering: bool = False
     """Mask siblings that were cut off at a length limit: they count as siblings, and nothing is
     learnt from them. For whoever builds the rollout worker, which knows them."""
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and fill the step with others: relative to their
+    mean they teach nothing. Each is recorded as dropped. A `Ports.group_filter` goes before it."""
     val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
@@ -254,6 +257,11 @@ class ControllerConfig(_Settings, frozen=True):
         grpo, rl = self.grpo, self.async_rl
         _at_least(1, "grpo.num_prompts_per_step", grpo.num_prompts_per_step)
         _at_least(1, "grpo.num_generations_per_prompt", grpo.num_generations_per_prompt)
+        if grpo.use_dynamic_sampling and grpo.num_generations_per_prompt < 2:
+            raise ConfigError(
+                "grpo.use_dynamic_sampling is true and grpo.num_generations_per_prompt is 1: the"
+                " rewards of every group would be equal, and none be trained on"
+            )
         _at_least(0, "grpo.max_num_steps", grpo.max_num_steps)
         _at_least(1, "grpo.max_num_epochs", grpo.max_num_epochs)
         _at_least(0, "grpo.val_period", grpo.val_period)

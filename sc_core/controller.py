@@ -30,6 +30,7 @@ from sc_core.errors import (
 )
 from sc_core.estimates import check_scope
 from sc_core.evaluation import Evaluator
+from sc_core.filters import ZeroVarianceFilter
 from sc_core.finaliser import BundleFinaliser
 from sc_core.ledger import Ledger
 from sc_core.places import Places
@@ -350,7 +351,10 @@ class SingleController:
         deadlines = config.async_rl.deadlines
         suspects = self._bundle.cut.suspects if self._bundle is not None else ()
         self._rows = rows = Rows(plane, self._barrier, deadlines, suspects)
-        builder = GroupBuilder(state, config, ports.worker, rows, self._barrier, ports.group_filter)
+        keep = ports.group_filter
+        if keep is None and config.grpo.use_dynamic_sampling:
+            keep = ZeroVarianceFilter()
+        builder = GroupBuilder(state, config, ports.worker, rows, self._barrier, keep)
         stale = None
         if config.async_rl.weight_sync_mode == "abort_stale":
             stale = StaleAttempts(state, config.async_rl, builder, rows, self._barrier)

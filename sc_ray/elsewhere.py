@@ -31,10 +31,6 @@ ELSEWHERE = {
     "grpo.normalize_rewards": "use advantages.normalize_rewards",
     "grpo.reward_scaling": _REWARD,
     "grpo.reward_shaping": _REWARD,
-    "grpo.use_dynamic_sampling": (
-        "a group whose rewards are all equal is trained on; a controller of your own can have a"
-        " sc_core.ZeroVarianceFilter"
-    ),
     "grpo.use_leave_one_out_baseline": "use advantages.use_leave_one_out_baseline",
     "grpo.val_batch_size": (
         "prompts of an evaluation go out like others: async_rl.max_inflight_prompts bounds them"
@@ -53,8 +49,7 @@ ELSEWHERE = {
     "async_rl.generation_fleet_health.selection": "the engine with the fewest requests is next",
     "async_rl.generation_router": "requests go to engines through Ray alone",
     "async_rl.recompute_kv_cache_after_weight_updates": (
-        "generation.vllm.pause_mode says what becomes of running requests; those that go on keep"
-        " their cache"
+        "vLLM always recomputes it; generation.vllm.pause_mode says what becomes of requests"
     ),
     "async_rl.rollout_failure.max_replacement_attempts": (
         "a lost group is replaced until async_rl.rollout_failure.max_consecutive_dropped_prompts"

@@ -54,7 +54,7 @@ class TaskConfig(_Settings, frozen=True):
     of no account if `jsonl` is given."""
     reward: str | None = None
     """`module:function`, called with prompt, completion and answer; None: the task's own, or an
-    exact match. It returns a number from 0 to 1, or several by name: see `Reward`."""
+    exact match. It returns a number, or several by name: see `Reward`."""
     environment: str | None = None
     """`module:Class`: what answers the model, turn by turn, and rewards it; see `Environment`. For
     prompts of a JSONL file, which need no `answer` then."""

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
+from sc_core.audit import audit
+from sc_core.config import ControllerConfig, decode
+from sc_core.errors import ConfigError
 from sc_core.filters import ZeroVarianceFilter
 from sc_core.ports import GroupFilter
+from sc_core.testing import MemoryRun
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,25 @@ def test_groups_without_a_difference_are_dropped(
 def test_a_tolerance_below_zero_is_refused(tolerance: float) -> None:
     with pytest.raises(ValueError, match="must be at least 0"):
         ZeroVarianceFilter(tolerance)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("asked_for", [True, False])
+async def test_dynamic_sampling_fills_a_step_with_groups_that_teach(asked_for: bool) -> None:
+    grpo = {
+        "use_dynamic_sampling": asked_for,
+        "num_generations_per_prompt": 2,  # of 16 rewards: every 16th group teaches nothing
+        "max_num_steps": 12,
+    }
+    run = MemoryRun(decode({"grpo": grpo}, ControllerConfig), range(1000))
+    assert (await run.run()).step == 12
+    kinds = Counter(event.event for event in run.log.events)
+    assert kinds["trained"] == 12 * 8
+    assert (kinds["dropped"] > 0) is asked_for
+    assert audit(run.log.events).ok
+
+
+def test_dynamic_sampling_needs_siblings_to_compare() -> None:
+    grpo = {"use_dynamic_sampling": True, "num_generations_per_prompt": 1}
+    with pytest.raises(ConfigError, match="none be trained on"):
+        decode({"grpo": grpo}, ControllerConfig)

@@ -14,11 +14,10 @@ from sc_core import (
 from sc_ray.tasks.named import load_named
 
 Judgement = float | Mapping[str, float]
-"""One number from 0 to 1; or several finite ones by name, whose total is the one named `reward`,
-or else their sum. A function names the same components each time. A scalar of NumPy or torch is a
-number, too."""
+"""One finite number; or several by name, whose total is the one named `reward`, or else their sum.
+A function names the same components each time. A scalar of NumPy or torch is a number, too."""
 
-_MOST = 3.4e38  #: of a component: in a row it has float32
+_MOST = 3.4e38  #: in a row it is a float32
 
 
 class Reward(Protocol):
@@ -48,16 +47,16 @@ def score_of(judgement: object, of: str) -> Score:
     """The score that a judgement amounts to; `of` says in errors what was judged.
 
     Raises:
-        DataFailure: it is none, or a number out of range.
+        DataFailure: it is no finite number, nor several by name.
     """
     if isinstance(judgement, Mapping):
         return _sum_of(judgement, of)
     number = _number(judgement)
-    if number is None or not 0 <= number <= 1:
+    if number is None or not abs(number) < _MOST:
         if inspect.iscoroutine(judgement):
             judgement.close()  # else Python complains, much later, that nobody waited for it
         raise DataFailure(
-            f"{of} is {judgement!r}; it must be a number from 0 to 1, or a mapping of such numbers"
+            f"{of} is {judgement!r}; it must be a finite number, or a mapping of such numbers"
             " by name"
         )
     return Score(number)

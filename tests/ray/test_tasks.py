@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import math
 import random
 import sys
 from fractions import Fraction
@@ -136,8 +137,8 @@ def judged(reward: Any) -> Score:
     return score
 
 
-@pytest.mark.parametrize("reward", [-0.1, 1.5, float("nan"), None, "1"])
-def test_a_reward_outside_its_range_is_told_with_its_prompt(reward: object) -> None:
+@pytest.mark.parametrize("reward", [float("inf"), 1e39, float("nan"), None, "1"])
+def test_a_reward_that_is_no_finite_number_is_told_with_its_prompt(reward: object) -> None:
     task = Task(
         name="odd",
         prompts=[{"prompt": "p", "answer": "a"}],
@@ -158,6 +159,11 @@ def test_a_reward_is_any_kind_of_number(number: Any) -> None:
     assert judged(lambda *asked: number) == Score(0.25)
     assert judged(lambda *asked: {"a": number, "b": np.int64(2)}).components == {"a": 0.25, "b": 2}
     assert judged(lambda *asked: np.bool_(True)) == judged(lambda *asked: True) == Score(1.0)
+
+
+def test_a_reward_may_be_below_zero_and_above_one() -> None:
+    assert judged(lambda *asked: -1.5).reward == -1.5
+    assert judged(lambda *asked: 20).reward == 20.0
 
 
 @pytest.mark.parametrize(
@@ -230,14 +236,14 @@ def test_a_task_has_a_reward_or_an_environment() -> None:
 def test_what_an_environment_answers_is_checked() -> None:
     class Odd:
         def __init__(self, item: Any) -> None:
-            self.answers = iter(["", Reply(3), Reply("on", 2.0)])  # type: ignore[arg-type]
+            self.answers = iter(["", Reply(3), Reply("on", math.inf)])  # type: ignore[arg-type]
 
         def respond(self, completion: str) -> Any:
             return next(self.answers)
 
     task = Task(name="odd", prompts=[ITEM], environment=Odd, max_new_tokens=1)
     odd = task.episode(ITEM)
-    for told in ("answered '' to 'c'; it must answer with a Reply", "answered Reply", "is 2.0"):
+    for told in ("answered '' to 'c'; it must answer with a Reply", "answered Reply", "is inf"):
         with pytest.raises(DataFailure, match=told):
             asyncio.run(task.respond(odd, ITEM, "c"))
 
