@@ -70,6 +70,7 @@ from sc_core.ports import PromptSource as PromptSource
 from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
+from sc_core.ports import SpanSink as SpanSink
 from sc_core.ports import Trainer as Trainer
 from sc_core.ports import ValidationPrompts as ValidationPrompts
 from sc_core.ports import WeightSync as WeightSync
@@ -93,6 +94,7 @@ from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
+from sc_core.spans import JsonlSpans as JsonlSpans
 from sc_core.verify import VerifiedBundle as VerifiedBundle
 from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
@@ -140,6 +142,7 @@ __all__ = [
     "GrpoConfig",
     "JsonlEventLog",
     "JsonlMetrics",
+    "JsonlSpans",
     "LOCAL",
     "MetricsSink",
     "MissingRows",
@@ -165,6 +168,7 @@ __all__ = [
     "ScError",
     "SentStore",
     "SingleController",
+    "SpanSink",
     "StallError",
     "StallReport",
     "Stamp",

@@ -15,7 +15,7 @@ LAYERS = [
     {"records", "config"},
     {"ports", "disk", "calls", "returned"},
     {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
-    {"counts", "served"},
+    {"counts", "served", "spans"},
     {"books"},
     {"cut"},
     {"index", "staging"},
