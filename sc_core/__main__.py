@@ -253,6 +253,7 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
             + (f" ({engine.joined} of them when it joined)" if engine.joined else "")
             for name, engine in report.engines.items()
         )
+        facts["confirmed"] = report.served
     if report.bundles:
         facts["agree with the log"] = ", ".join(report.bundles)
     if report.other_bundles:
