@@ -94,6 +94,9 @@ from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
+from sc_core.seeing import CannotShow as CannotShow
+from sc_core.seeing import write_report as write_report
+from sc_core.seeing import write_trace as write_trace
 from sc_core.spans import JsonlSpans as JsonlSpans
 from sc_core.verify import VerifiedBundle as VerifiedBundle
 from sc_core.verify import candidates as candidates
@@ -114,6 +117,7 @@ __all__ = [
     "CallCancelled",
     "CallFailed",
     "CallTimeout",
+    "CannotShow",
     "CheckpointBarrier",
     "CheckpointingConfig",
     "Columns",
@@ -201,4 +205,6 @@ __all__ = [
     "root_cause",
     "settle",
     "verify",
+    "write_report",
+    "write_trace",
 ]
