@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
+from virtual_clock import VirtualClockLoop
 
 from sc_core.config import ControllerConfig, decode
-from sc_core.controller import RunResult
+from sc_core.controller import ControllerStatistics, RunResult
+from sc_core.errors import DataFailure
 from sc_core.events import Event, JsonlMetrics
 from sc_core.records import Prompt
 from sc_core.spans import JsonlSpans
 from sc_core.testing import MemoryDataPlane, MemoryEngines, MemoryEventLog, MemoryRun, MemoryTrainer
 
+HOSTILE = "</script><script>document.title = 'hacked'</script><img src=x onerror=alert(1)>"
 EPOCH = 1_700_000_000.0
 
 
@@ -93,6 +96,7 @@ class RecordedRun(MemoryRun):
         more = {"latency": latency, "hooks": slow_store, **more}
         super().__init__(config, [f"prompt {i}" for i in range(10_000)], **more)
         self.log = MemoryEventLog(now=now)
+        self.end: ControllerStatistics | None = None  #: of the last life
         self.rows: list[dict[str, Any]] = []
         self.sinks: list[KilledSpans] = []
 
@@ -123,6 +127,8 @@ class RecordedRun(MemoryRun):
             return killed_after is not None
 
         result = await self.run(crash_when=kills if crash_when else None, seed=seed)
+        if self.controller is not None:
+            self.end = self.controller.statistics()
         self.rows += self.metrics.steps[:killed_after]
         if result is not None:
             self.sinks[-1].close()
@@ -146,6 +152,46 @@ def write_run(out: Path, events: Sequence[Event], rows: Sequence[dict[str, Any]]
 def latency(prompt: Prompt, sibling: int) -> float:
     """Some take three times as long as others."""
     return 0.4 + 0.1 * ((prompt.ordinal * 7 + sibling * 3) % 9)
+
+
+def recorded(
+    out: Path, live: Callable[[RecordedRun], Awaitable[object]], **more: Any
+) -> RecordedRun:
+    """A run that has lived, on a virtual clock."""
+
+    async def main() -> RecordedRun:
+        run = RecordedRun(out, **more)
+        await live(run)
+        return run
+
+    return anyio.run(main, backend_options={"loop_factory": VirtualClockLoop})
+
+
+async def killed_twice(run: RecordedRun) -> None:
+    """Some steps after a checkpoint, and in the middle of a step."""
+    assert await run.live(at("trained", 77)) is None
+    assert await run.live(at("selected", 134), seed=2) is None
+    assert await run.live() is not None
+
+
+async def troubled(prompt: Prompt, sibling: int, version: int) -> None:
+    """Some prompts fail for good: one in 53 for its data, one in 37 for its engine."""
+    if prompt.ordinal % 53 == 7:
+        raise DataFailure(f"prompt {prompt.ordinal} is longer than 4096 tokens")
+    if prompt.ordinal % 37 == 5:
+        raise ConnectionError(HOSTILE)
+
+
+def long_run(out: Path) -> RecordedRun:
+    """200 steps over three lives, with windows, evaluations and drops."""
+    return recorded(
+        out,
+        killed_twice,
+        config=settings(200, p=8, g=4, grpo={"val_period": 20}),
+        engines=3,
+        script=troubled,
+        held_out=["a", "b", "c"],
+    )
 
 
 def at(kind: str, step: int) -> Callable[[Event], bool]:
