@@ -23,9 +23,14 @@ from sc_core.controller import ControllerStatistics as ControllerStatistics
 from sc_core.controller import Ports as Ports
 from sc_core.controller import RunResult as RunResult
 from sc_core.controller import SingleController as SingleController
+from sc_core.defaults import GroupAdvantages as GroupAdvantages
+from sc_core.defaults import PromptList as PromptList
+from sc_core.defaults import SharedWeights as SharedWeights
 from sc_core.difference import Difference as Difference
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
+from sc_core.embedding import RowStore as RowStore
+from sc_core.embedding import open_run as open_run
 from sc_core.errors import BundleDamaged as BundleDamaged
 from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallFailed as CallFailed
@@ -135,6 +140,7 @@ __all__ = [
     "EventSink",
     "GenerationFleetHealthConfig",
     "Group",
+    "GroupAdvantages",
     "GroupFilter",
     "GroupId",
     "GrpoConfig",
@@ -146,6 +152,7 @@ __all__ = [
     "Places",
     "Ports",
     "Prompt",
+    "PromptList",
     "PromptSource",
     "PulledPrompt",
     "ReadyStore",
@@ -155,6 +162,7 @@ __all__ = [
     "RolloutError",
     "RolloutRecoveryConfig",
     "RolloutWorker",
+    "RowStore",
     "RunInUse",
     "RunResult",
     "Runner",
@@ -164,6 +172,7 @@ __all__ = [
     "SaveError",
     "ScError",
     "SentStore",
+    "SharedWeights",
     "SingleController",
     "StallError",
     "StallReport",
@@ -191,6 +200,7 @@ __all__ = [
     "in_thread",
     "inline",
     "newest_valid",
+    "open_run",
     "replay",
     "replay_run",
     "restore",

@@ -14,7 +14,17 @@ LAYERS = [
     {"errors"},
     {"records", "config"},
     {"ports", "disk", "calls", "returned"},
-    {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
+    {
+        "barrier",
+        "watched",
+        "places",
+        "events",
+        "digest",
+        "ordered",
+        "manifest",
+        "filters",
+        "defaults",
+    },
     {"counts", "served"},
     {"books"},
     {"cut"},
@@ -30,6 +40,7 @@ LAYERS = [
     {"window", "watchdog"},
     {"train", "restore"},
     {"controller", "outlook"},
+    {"embedding"},
 ]
 """A module imports only from the sets above its own, and never from its neighbours there."""
 
