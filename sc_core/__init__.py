@@ -12,6 +12,12 @@ from sc_core.bundle import BundleStore as BundleStore
 from sc_core.calls import in_thread as in_thread
 from sc_core.calls import inline as inline
 from sc_core.calls import settle as settle
+from sc_core.client_store import ClientStore as ClientStore
+from sc_core.clients import AsyncClient as AsyncClient
+from sc_core.clients import FieldsCodec as FieldsCodec
+from sc_core.clients import PlainFields as PlainFields
+from sc_core.clients import SyncClient as SyncClient
+from sc_core.clients import ThreadedClient as ThreadedClient
 from sc_core.config import AsyncRlConfig as AsyncRlConfig
 from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
@@ -98,6 +104,7 @@ from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
+from sc_core.step_trainer import StepTrainer as StepTrainer
 from sc_core.verify import VerifiedBundle as VerifiedBundle
 from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
@@ -107,6 +114,7 @@ from sc_core.weights import TurnGate as TurnGate
 
 __all__ = [
     "AdvantageEstimator",
+    "AsyncClient",
     "AsyncRlConfig",
     "AuditReport",
     "BarrierStatistics",
@@ -119,6 +127,7 @@ __all__ = [
     "CallTimeout",
     "CheckpointBarrier",
     "CheckpointingConfig",
+    "ClientStore",
     "Columns",
     "ConfigChanged",
     "ConfigError",
@@ -138,6 +147,7 @@ __all__ = [
     "EstimatorError",
     "EstimatorScope",
     "EventSink",
+    "FieldsCodec",
     "GenerationFleetHealthConfig",
     "Group",
     "GroupAdvantages",
@@ -150,6 +160,7 @@ __all__ = [
     "MetricsSink",
     "MissingRows",
     "Places",
+    "PlainFields",
     "Ports",
     "Prompt",
     "PromptList",
@@ -177,7 +188,10 @@ __all__ = [
     "StallError",
     "StallReport",
     "Stamp",
+    "StepTrainer",
     "StopTimeout",
+    "SyncClient",
+    "ThreadedClient",
     "Trainer",
     "TurnGate",
     "ValidationPrompts",

@@ -24,6 +24,8 @@ LAYERS = [
         "manifest",
         "filters",
         "defaults",
+        "clients",
+        "step_trainer",
     },
     {"counts", "served"},
     {"books"},
@@ -40,7 +42,7 @@ LAYERS = [
     {"window", "watchdog"},
     {"train", "restore"},
     {"controller", "outlook"},
-    {"embedding"},
+    {"embedding", "client_store"},
 ]
 """A module imports only from the sets above its own, and never from its neighbours there."""
 
