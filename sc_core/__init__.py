@@ -113,6 +113,8 @@ from sc_core.verify import verify as verify
 from sc_core.watched import Watched as Watched
 from sc_core.weights import TurnGate as TurnGate
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AdvantageEstimator",
     "AsyncClient",
