@@ -24,9 +24,7 @@ from sc_core.errors import ConfigError, NoValidBundle, RestoreError, ScError
 from sc_core.manifest import MANIFEST, parse_name
 from sc_core.outlook import outlook
 from sc_core.replay import replay_log, replay_run
-from sc_core.seeing import write_report, write_trace
-from sc_core.seeing.report import REPORT
-from sc_core.seeing.trace import STEPS, TRACE
+from sc_core.seeing import REPORT, STEPS, TRACE, write_report, write_trace
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 
 SHOWN_VIOLATIONS = 20

@@ -11,7 +11,7 @@ import pytest
 from recorded import EPOCH, RecordedRun, at, long_run, recorded, settings, write_run
 
 from sc_core.audit import audit
-from sc_core.seeing import CannotShow
+from sc_core.errors import CannotShow
 from sc_core.seeing.history import History, read_history
 from sc_core.seeing.lives import read_lives
 from sc_core.seeing.standing import Prompts

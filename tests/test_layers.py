@@ -14,7 +14,19 @@ LAYERS = [
     {"errors"},
     {"records", "config"},
     {"ports", "disk", "calls", "returned"},
-    {"barrier", "watched", "places", "events", "digest", "ordered", "manifest", "filters"},
+    {
+        "barrier",
+        "watched",
+        "places",
+        "events",
+        "digest",
+        "ordered",
+        "manifest",
+        "filters",
+        "defaults",
+        "clients",
+        "step_trainer",
+    },
     {"counts", "served", "spans"},
     {"books"},
     {"cut"},
@@ -30,6 +42,7 @@ LAYERS = [
     {"window", "watchdog"},
     {"train", "restore"},
     {"controller", "outlook"},
+    {"embedding", "client_store"},
 ]
 """A module imports only from the sets above its own, and never from its neighbours there."""
 

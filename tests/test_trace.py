@@ -17,7 +17,8 @@ from browser import open_page
 from recorded import RecordedRun, long_run, write_run
 
 from sc_core.audit import audit
-from sc_core.seeing import CannotShow, write_trace
+from sc_core.errors import CannotShow
+from sc_core.seeing import write_trace
 from sc_core.seeing.lanes import Slice, in_lanes
 
 Json = dict[str, Any]

@@ -11,15 +11,11 @@ import msgspec
 
 from sc_core.audit import EVENTS, history_of, lives_in
 from sc_core.books import Findings
-from sc_core.errors import ScError
+from sc_core.errors import CannotShow
 from sc_core.events import Event, read_events
 
 METRICS, SPANS = "metrics.jsonl", "spans.jsonl"
 _NOTHING = -1
-
-
-class CannotShow(ScError):
-    """There is nothing to show, or something is missing that shows it."""
 
 
 class Life(msgspec.Struct, kw_only=True):

@@ -5,31 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from sc_core.errors import CannotShow
 from sc_core.seeing.figures import figures
-from sc_core.seeing.files import replaced
 from sc_core.seeing.history import read_history
-from sc_core.seeing.lives import CannotShow
 from sc_core.seeing.page import page
 
-REPORT = "report.html"
 
-
-def write_report(run: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run, and return where. The run may be going on.
-
-    The file is replaced as a whole; it has plotly in it, some 5 MB.
-
-    Raises:
-        CannotShow: there is no event log, or nothing in it yet; or plotly is not installed.
-        RestoreError: a complete line of the log is not an event.
-        OSError: the file can't be written.
-    """
-    path = Path(run) / REPORT if out is None else Path(out)
+def document(run: str | Path) -> str:
+    """The HTML of a run's report, with plotly in it; raises as `write_report` does."""
     history = read_history(run)
-    document = page(history, figures(history), _plotly_js(), made=time.time())
-    with replaced(path) as file:
-        file.write(document.encode("utf-8", "backslashreplace"))
-    return path
+    return page(history, figures(history), _plotly_js(), made=time.time())
 
 
 def _plotly_js() -> str:

@@ -11,10 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from sc_core.events import Event
-from sc_core.seeing.files import replaced
 from sc_core.seeing.lanes import Slice, in_lanes
 from sc_core.seeing.lifelines import Level, Phase, phases_and_levels
 from sc_core.seeing.lives import SPANS, Life, Lives, read_lives
@@ -35,38 +32,14 @@ from sc_core.spans import (
     read_spans,
 )
 
-TRACE = "trace.json"
-STEPS = 50  #: that a trace has, if nobody asks for more: some 100 groups of 16 each are 15 MB
 LIVES, GATE, WINDOWS = "lives", "weight gate", "checkpoint windows"
 _CONTROLLER, _GROUPS, _FIRST_ENGINE = 1, 2, 3  #: processes of the trace
 _FIRST_THREAD = 1000  #: no thread may have the number of a process: it would count as its first
 _TRACKS = (LIVES, TRAIN, TRAINER, READ, ESTIMATE, WRITE, GATE, WINDOWS, COMMITS, FINALISER, PROMPTS)
-_encode = msgspec.json.Encoder().encode
 Json = dict[str, Any]
 
 
-def write_trace(run: str | Path, out: str | Path | None = None, *, steps: int = STEPS) -> Path:
-    """Write the last `steps` steps of a run, all of them if that is 0, and return where.
-
-    Memory grows with them. The run may be going on. The file is replaced as a whole.
-
-    Raises:
-        CannotShow: there is no event log, or nothing in it yet.
-        RestoreError: a complete line of the log is not an event.
-        OSError: the file can't be written.
-    """
-    path = Path(run) / TRACE if out is None else Path(out)
-    with replaced(path) as file:
-        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        separator = b""
-        for event in trace_events(run, steps=steps):
-            file.write(separator + _encode(event))
-            separator = b",\n"
-        file.write(b"\n]}\n")
-    return path
-
-
-def trace_events(run: str | Path, *, steps: int = STEPS) -> Iterator[Json]:
+def trace_events(run: str | Path, *, steps: int) -> Iterator[Json]:
     """The events of the trace, as `write_trace` writes them; raises what it raises."""
     lives = read_lives(run, keep_steps=steps)
     trace = _Trace(lives, _begin(lives, steps) if steps else lives.began)
