@@ -95,3 +95,8 @@ def test_sigterm_stops_the_asyncio_example_with_a_bundle(tmp_path: Path) -> None
     before = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
     assert before[-1].name not in ("step_10", "step_100")
     finished(name, run_dir)
+
+
+@both
+def test_the_readme_shows_it_whole(name: str) -> None:
+    assert (EXAMPLES / name).read_text() in (EXAMPLES.parent / "README.md").read_text()
