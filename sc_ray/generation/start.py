@@ -10,11 +10,12 @@ import ray
 from sc_core import (
     in_thread,
 )
-from sc_ray.cluster import kill, this_node
+from sc_ray.cluster import kill
 from sc_ray.generation.engine import GenerationSpec
 from sc_ray.generation.port import RayEngine
 from sc_ray.generation.worker import GenerationActor
 from sc_ray.parcels import Parcels
+from sc_ray.placement import Places
 
 
 class GenerationStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,12 +23,13 @@ class GenerationStart(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: GenerationSpec
     gpus: float  #: of Ray, for each
-    spread: bool  #: over the nodes of the cluster; otherwise on the driver's, with the controller
+    places: Places
 
     def start(self, name: str) -> Any:
         """The handle of a new `GenerationActor`, which is not up yet. It ends with this process."""
-        where = "SPREAD" if self.spread else this_node()
-        options = GenerationActor.options(scheduling_strategy=where, num_gpus=self.gpus)
+        options = GenerationActor.options(
+            scheduling_strategy=self.places.of(name), num_gpus=self.gpus
+        )
         return options.remote(self.spec, name)
 
 
