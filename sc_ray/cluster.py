@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,8 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
             )
     if config.cluster.placement == "driver_node":
         check_cpus(config, ray.available_resources().get("CPU", 0.0))
-    here = ray.get_runtime_context().get_node_id()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-    needed, there = config.cpus_needed_here, node["Resources"].get("CPU", 0.0)
+    here = living_nodes()[ray.get_runtime_context().get_node_id()]
+    needed, there = config.cpus_needed_here, here["Resources"].get("CPU", 0.0)
     if there < needed:
         raise ConfigError(
             f"the run needs {needed} CPUs of Ray on the driver's node, which has {there:g}: start"
@@ -114,6 +113,11 @@ def check_cpus(config: TrainConfig, there: float) -> None:
 def this_node() -> NodeAffinitySchedulingStrategy:
     """For actors that share files with the driver."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def living_nodes() -> dict[str, Mapping[str, Any]]:
+    """What Ray tells of the nodes of its cluster that it takes for alive, by their ids. Blocks."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def kill(actor: Any) -> None:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from sc_core import (
     ConfigError,
 )
-from sc_ray.cluster import this_node
+from sc_ray.cluster import living_nodes, this_node
 from sc_ray.settings import TrainConfig
 from sc_ray.trainer.seat import worker_name
 
@@ -194,9 +194,8 @@ def _asked(bundles: Sequence[Mapping[str, float]]) -> str:
 def _what_there_is() -> str:
     here = ray.get_runtime_context().get_node_id()
     sizes = [
-        _amount(node["Resources"]) + (" (the driver's)" if node["NodeID"] == here else "")
-        for node in ray.nodes()
-        if node["Alive"]
+        _amount(node["Resources"]) + (" (the driver's)" if node_id == here else "")
+        for node_id, node in living_nodes().items()
     ]
     return (
         f"the cluster has {len(sizes)} {'node' if len(sizes) == 1 else 'nodes'}:"

@@ -102,7 +102,13 @@ class PolicyConfig(_Settings, frozen=True):
 
 
 class GenerationConfig(_Settings, frozen=True):
-    workers: int = 1  #: processes that generate
+    workers: int = 1  #: processes that generate, and without which no run starts
+    max_workers: int | None = None
+    """So many there may be, if Ray finds room for them; None: `workers`. Those above `workers` are
+    asked of Ray once the run goes, so that an autoscaler sees the demand. Each joins as soon as
+    there is room, with the current weights; on which nodes, `cluster.placement` says. A run does
+    not need them: it ends as well without, and if a node of theirs is lost, they are awaited
+    anew."""
     engine: str = "torch"
     """What computes in them: `torch`, a small one of our own; `vllm`, where it is installed; or
     `module:Class`, which is called with a `sc_ray.generation.engine.GenerationSpec`."""
@@ -195,6 +201,12 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
+        most = self.generation.max_workers
+        if most is not None and most < self.generation.workers:
+            raise ConfigError(
+                f"generation.max_workers is {most}, less than the {self.generation.workers} of"
+                " generation.workers"
+            )
         at_least = self.async_rl.generation_fleet_health.min_healthy_shards
         if at_least > self.generation.workers:
             raise ConfigError(

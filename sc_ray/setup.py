@@ -190,6 +190,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 engines,
                 config.async_rl.generation_fleet_health,
                 make=maker.make,
+                optional=optional_engines(config),
+                come=maker.come,
                 start_s=config.cluster.start_deadline_s,
                 in_thread=in_thread,
             )
@@ -397,6 +399,12 @@ def build_estimator(config: TrainConfig) -> AdvantageEstimator:
         group_size=config.grpo.num_generations_per_prompt,
         kl_in_reward=loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0,
     )
+
+
+def optional_engines(config: TrainConfig) -> list[str]:
+    """Names of those that join once there is room for them."""
+    most = config.generation.max_workers or config.generation.workers
+    return [engine_name(rank) for rank in range(config.generation.workers, most)]
 
 
 def build_weight_sync(

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sc_core import (
     ConfigError,
 )
+from sc_ray.cluster import living_nodes
 
 _PROBE = ".shared-"
 
@@ -67,11 +68,12 @@ def check_shared(
 
 
 def _told(node: str, problem: str, users: Sequence[str], run_dir: Path) -> str:
-    addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+    found = living_nodes().get(node)
+    where = node if found is None else found["NodeManagerAddress"]
     return (
-        f"node {addresses.get(node, node)} {problem}, and {', '.join(users)} would use it there:"
-        f" put the run directory ({run_dir}) on a filesystem that all nodes share, by one path, or"
-        " set cluster.placement=driver_node"
+        f"node {where} {problem}, and {', '.join(users)} would use it there: put the run directory"
+        f" ({run_dir}) on a filesystem that all nodes share, by one path, or set"
+        " cluster.placement=driver_node"
     )
 
 

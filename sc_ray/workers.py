@@ -40,7 +40,9 @@ def died(worker: str, report: RayActorError) -> WorkerDied:
     start = "it could not start: " if report.actor_init_failed else ""
     told = " ".join(reason).partition(" Some common causes include")[0].strip()
     if isinstance(report, ActorUnavailableError):
-        cause = told.partition("unavailable: ")[2].removeprefix("The actor is temporarily unavailable:")
+        cause = told.partition("unavailable: ")[2].removeprefix(
+            "The actor is temporarily unavailable:"
+        )
         told = f"it can't be reached, as if its node were gone: {cause.partition(' rpc_code')[0]}"
     if not told:  # of a node that has fallen silent Ray has indented lines only
         told = str(report).strip().splitlines()[-1].strip() if str(report).strip() else "it is gone"

@@ -49,16 +49,40 @@ class EngineMaker:
         Raises:
             ConfigError, WorkerDied: it did not come up.
         """
-        actor = await in_thread(self._start.start, name)
-        self._made.append(actor)
+        actor = await self._begin(name)
         engine = RayEngine(actor, name=name)
         try:
             await engine.ready()
-            far = await engine.node_id() != ray.get_runtime_context().get_node_id()
+            return await self._placed(actor, engine)
         except BaseException:
             engine.end()
             raise
-        return RayEngine(actor, name=name, parcels=self._parcels) if far else engine
+
+    async def come(self, name: str) -> RayEngine:
+        """A worker whose process is up: Ray has found room for it, however long that took.
+
+        A cancel, and an error, end it; also one that still waits for room.
+
+        Raises:
+            WorkerDied: it did not come up.
+        """
+        actor = await self._begin(name)
+        engine = RayEngine(actor, name=name)
+        try:
+            return await self._placed(actor, engine)
+        except BaseException:
+            engine.end()
+            raise
+
+    async def _begin(self, name: str) -> Any:
+        actor = await in_thread(self._start.start, name)
+        self._made.append(actor)
+        return actor
+
+    async def _placed(self, actor: Any, engine: RayEngine) -> RayEngine:
+        node = await engine.node_id()
+        far = node != ray.get_runtime_context().get_node_id()
+        return RayEngine(actor, name=engine.name, parcels=self._parcels if far else None, node=node)
 
     def close(self) -> None:
         """End all that were made."""
