@@ -18,6 +18,7 @@ from sc_core.config import ControllerConfig as ControllerConfig
 from sc_core.config import GenerationFleetHealthConfig as GenerationFleetHealthConfig
 from sc_core.config import GrpoConfig as GrpoConfig
 from sc_core.config import RolloutRecoveryConfig as RolloutRecoveryConfig
+from sc_core.config import check_keys as check_keys
 from sc_core.config import decode as decode
 from sc_core.controller import ControllerStatistics as ControllerStatistics
 from sc_core.controller import Ports as Ports
@@ -184,6 +185,7 @@ __all__ = [
     "build_sampler",
     "candidates",
     "check_capacity",
+    "check_keys",
     "check_resume",
     "check_scope",
     "check_store",

@@ -29,15 +29,18 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GrpoConfig(_Settings, frozen=True):
+    """How many prompts, siblings and steps there are, and when the policy is evaluated."""
+
     num_prompts_per_step: int = 8  #: groups per step (P)
     num_generations_per_prompt: int = 8  #: siblings per group (G)
-    max_num_steps: int = 100
+    max_num_steps: int = 100  #: training steps of the whole run, restarts included
     max_num_epochs: int | None = None  #: passes over the prompts; None: as many as it takes
     short_last_step: Literal["train", "drop"] = "train"
     """What becomes of the groups that are left when the prompts have ended and are too few for a
     step: they make one short step, or are dropped, which the event log records. Steps run on from
     one epoch into the next, unless the source itself leaves out an epoch's short last batch."""
     seed: int = 0
+    """Of the order of prompts, fresh weights and all sampling; the same seed draws the same."""
     overlong_filtering: bool = False
     """Mask siblings that were cut off at a length limit: they count as siblings, and nothing is
     learnt from them. For whoever builds the rollout worker, which knows them."""
@@ -45,7 +48,7 @@ class GrpoConfig(_Settings, frozen=True):
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
     max_val_samples: int | None = None  #: held-out prompts per evaluation; None: all there are
-    num_val_generations_per_prompt: int = 1
+    num_val_generations_per_prompt: int = 1  #: completions of each prompt of an evaluation
 
     @property
     def evaluates(self) -> bool:
@@ -54,7 +57,12 @@ class GrpoConfig(_Settings, frozen=True):
 
 
 class SamplerConfig(_Settings, frozen=True):
+    """Which prompts go out, and which finished groups may be trained on."""
+
     name: SamplerName = "windowed"
+    """`in_order`: each group is meant for one step, at most K ahead. `weight_fifo`: oldest start
+    version first. `ready_first`: in order of completion. `windowed`: any that is at most K versions
+    old; older ones are given up. `custom`: as `target` says."""
     max_staleness_versions: int = 1  #: K of `windowed`, `weight_fifo`, `ready_first`
     sample_freshest_first: bool = False  #: `windowed` only
     max_lookahead_versions: int = 0  #: K of `in_order`
@@ -62,10 +70,14 @@ class SamplerConfig(_Settings, frozen=True):
 
 
 class RolloutFailureConfig(_Settings, frozen=True):
+    """What follows when a prompt's rollouts fail."""
+
     max_infra_attempts_per_prompt: int = 3
+    """Attempts that may fail by an engine, a deadline or anything else that is not the prompt's."""
     max_data_attempts_per_prompt: int = 1
+    """Attempts that may fail by the prompt itself: it is too long, say, or its reward raises."""
     backoff_base_s: float = 0.5  #: wait before attempt n + 1: base * 2 ** (n - 1)
-    max_backoff_s: float = 30.0
+    max_backoff_s: float = 30.0  #: the longest such wait
     on_dropped_prompt: Literal["replace", "shortfall", "fail"] = "replace"
     """What follows when a prompt has used up its attempts. `replace`: it is dropped, and the next
     prompt takes its place. `shortfall`: it is dropped, and its step trains one group less: the
@@ -84,6 +96,8 @@ class RolloutFailureConfig(_Settings, frozen=True):
 
 
 class StallWatchdogConfig(_Settings, frozen=True):
+    """When a run that does not go on is ended, with a report of what it waits for."""
+
     stall_timeout_s: float = 3600.0
     """Without a trained step, an evaluation, a sync or a save. Longer than any deadline below, so
     that a call that hangs is reported by its own name."""
@@ -137,12 +151,16 @@ class GenerationFleetHealthConfig(_Settings, frozen=True):
 
 
 class AsyncRlConfig(_Settings, frozen=True):
+    """How far generation runs ahead of training, and what follows when something fails."""
+
     sampler: SamplerConfig = SamplerConfig()
     min_groups_for_streaming_train: int | None = None  #: groups per chunk; None: the whole step
     max_inflight_prompts: int | None = None  #: None: as many as there are places
     max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
     on_stale_prompt: Literal["drop", "requeue"] = "drop"
-    max_stale_requeues: int = 2
+    """What becomes of the prompt of a group that is too old to train on: it is given up, which the
+    event log records, or goes out again."""
+    max_stale_requeues: int = 2  #: times that a prompt goes out again for that, at most
     weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
     """What becomes of requests that are under way when the weights move.
 
@@ -168,7 +186,9 @@ class AsyncRlConfig(_Settings, frozen=True):
 
 
 class CheckpointingConfig(_Settings, frozen=True):
-    enabled: bool = True
+    """When a bundle is saved, and which are kept."""
+
+    enabled: bool = True  #: whether bundles are saved at all; without, a run can't be resumed
     save_period: int = 10  #: steps between bundles; the last step is always saved
     ft_save_period: int | None = None
     """Steps between further bundles, which are there to go on from and to be replaced soon:
@@ -181,10 +201,12 @@ class CheckpointingConfig(_Settings, frozen=True):
     metric_name: str | None = None
     """Of `keep_top_k`; a bundle without that number comes last. `val:reward` is the same as
     `val/reward`, which only bundles of steps with an evaluation have."""
-    higher_is_better: bool = True
+    higher_is_better: bool = True  #: whether the best bundles have the highest `metric_name`
     keep_top_k: int | None = None  #: best bundles to keep; None: keep all
     ft_keep_latest_k: int | None = None  #: newest bundles to keep; None: keep all
     load_replay_buffer: bool = True
+    """Whether a resume takes over finished groups that wait for training; without, their prompts go
+    out again."""
     allow_changed_source: bool = False  #: resume although the prompt source's fingerprint differs
 
     def __post_init__(self) -> None:
@@ -214,6 +236,8 @@ class CheckpointingConfig(_Settings, frozen=True):
 
 
 class RolloutRecoveryConfig(_Settings, frozen=True):
+    """What is kept of a group that was not whole."""
+
     default_granularity: Literal["prompt_group", "sibling"] = "prompt_group"
     """What a failed attempt or a restart takes from a group that is not whole: everything, or
     only the siblings that had not finished. With `sibling` each finished one is written to the
@@ -295,14 +319,23 @@ def _above_0(key: str, value: float) -> None:
         raise ConfigError(f"{key} is {value}; it must be above 0 and finite")
 
 
-def decode(data: Mapping[str, Any], into: type[T], *, source: str = "config") -> T:
+def decode(
+    data: Mapping[str, Any],
+    into: type[T],
+    *,
+    source: str = "config",
+    elsewhere: Mapping[str, str] = {},
+) -> T:
     """Build settings from plain data.
+
+    Args:
+        elsewhere: what to say to whoever knows a key from another project, by its dotted path.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), a wrong type or value; the
             message starts with `source` and names the key by its dotted path.
     """
-    _check_keys(data, into, "", source)
+    check_keys(data, into, source=source, elsewhere=elsewhere)
     try:
         return msgspec.convert(data, into)
     except msgspec.ValidationError as exc:
@@ -310,6 +343,21 @@ def decode(data: Mapping[str, Any], into: type[T], *, source: str = "config") ->
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{source}: {cause}") from exc
         raise ConfigError(f"{source}: {exc}{_choices(str(exc), into)}") from exc
+
+
+def check_keys(
+    data: Mapping[str, Any],
+    into: type[msgspec.Struct],
+    *,
+    source: str = "config",
+    elsewhere: Mapping[str, str] = {},
+) -> None:
+    """Refuse keys that the settings don't have; values are not looked at.
+
+    Raises:
+        ConfigError: as `decode` for an unknown key.
+    """
+    _check_keys(data, into, "", source, elsewhere)
 
 
 def _choices(problem: str, into: type[msgspec.Struct]) -> str:
@@ -333,16 +381,34 @@ def _values_of(wanted: Any) -> Iterator[str]:
             yield "null" if one is type(None) else str(one)
 
 
-def _check_keys(data: Mapping[str, Any], into: type[msgspec.Struct], at: str, source: str) -> None:
+def _check_keys(
+    data: Mapping[str, Any],
+    into: type[msgspec.Struct],
+    at: str,
+    source: str,
+    elsewhere: Mapping[str, str],
+) -> None:
     known = {field.encode_name: field.type for field in msgspec.structs.fields(into)}
     for key, value in data.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"{source}: unknown key {at}{key}; "
-                + (f"did you mean {at}{near[0]}?" if near else f"known here: {', '.join(known)}")
-            )
+            path, answer = _answer(f"{at}{key}", value, elsewhere)
+            if answer is None:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                answer = (
+                    f"did you mean {at}{near[0]}?" if near else f"known here: {', '.join(known)}"
+                )
+            raise ConfigError(f"{source}: unknown key {path}; {answer}")
         inner = known[key]
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
             if isinstance(value, Mapping):
-                _check_keys(value, inner, f"{at}{key}.", source)
+                _check_keys(value, inner, f"{at}{key}.", source, elsewhere)
+
+
+def _answer(path: str, value: Any, elsewhere: Mapping[str, str]) -> tuple[str, str | None]:
+    """What there is to say of a key, or of the one inside it if it holds no other."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((key, inner),) = value.items()
+        deeper, answer = _answer(f"{path}.{key}", inner, elsewhere)
+        if answer is not None:
+            return deeper, answer
+    return path, elsewhere.get(path)

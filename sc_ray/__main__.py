@@ -1,4 +1,4 @@
-"""`python -m sc_ray train|verify|status|checkpoint|stop`: a run from the command line.
+"""`python -m sc_ray train|config|verify|status|checkpoint|stop`: a run from the command line.
 
 Exit status: 0 done, 3 stopped on request with a bundle, 1 failed, 2 wrong usage.
 
@@ -72,11 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sc_ray", description=_first_lines())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train, or go on from the newest checkpoint")
-    train.add_argument("--config", default="demo", metavar="NAME|FILE", help="default: demo")
+    _takes_settings(train)
     train.add_argument("--out", type=Path, metavar="RUN", help="default: runs/<config's name>")
     train.add_argument("--resume", default="auto", metavar="auto|never|PATH")
-    train.add_argument("settings", nargs="*", metavar="key=value", help="grpo.max_num_steps=20")
     train.set_defaults(command=_train)
+    config = commands.add_parser("config", help="print all settings, and what each of them does")
+    _takes_settings(config)
+    config.set_defaults(command=_config)
     checked = commands.add_parser("verify", help="check bundles, without changing anything")
     checked.add_argument("path", type=Path, metavar="RUN|BUNDLE")
     checked.add_argument(
@@ -99,8 +101,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _takes_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", default="demo", metavar="NAME|FILE", help="default: demo")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="grpo.max_num_steps=20")
+
+
 def _first_lines() -> str:
     return (__doc__ or "").partition("\n\n`")[0]
+
+
+# settings ------------------------------------------------------------------------------
+
+
+def _config(options: argparse.Namespace) -> int:
+    from sc_ray.annotated import annotated
+    from sc_ray.settings import load_config
+
+    print(annotated(load_config(options.config, options.settings)), end="")
+    return DONE
 
 
 # train ---------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hidden_size: int = 128
     """Width; over `num_attention_heads` it gives the head size, which vLLM on CPU wants >= 32."""
     intermediate_size: int = 256  #: width inside the feed-forward blocks
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
+    num_hidden_layers: int = 2  #: transformer blocks, one upon the other
+    num_attention_heads: int = 4  #: of each block; must divide `hidden_size`
     num_key_value_heads: int = 2  #: each serves an equal share of the attention heads
     max_position_embeddings: int = 256  #: tokens of the longest prompt and completion together
     tie_word_embeddings: bool = False  #: whether the output layer is the embedding, transposed

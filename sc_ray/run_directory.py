@@ -22,7 +22,7 @@ from sc_core import (
 )
 
 CHECKPOINTS, EVENTS, METRICS, LOGS = "checkpoints", "events.jsonl", "metrics.jsonl", "logs"
-LOCK, STATUS = "lock", "status.json"
+LOCK, STATUS, CONFIG = "lock", "status.json", "config.yaml"
 _AT_MOST_BYTES = 1 << 20
 
 
@@ -73,6 +73,27 @@ class RunDirectory:
         staged = self.path / f"{STATUS}.tmp"
         staged.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
         staged.replace(self.path / STATUS)
+
+
+def keep_config(path: Path, text: str) -> None:
+    """Replace `config.yaml` by the settings of this start; other ones become `config.N.yaml`.
+
+    The higher N is, the later they were in use.
+    """
+    kept = path / CONFIG
+    if kept.is_file() and (before := kept.read_text()) != text:
+        numbers = (one.name.split(".")[1] for one in path.glob("config.*.yaml"))
+        last = max((int(number) for number in numbers if number.isdigit()), default=0)
+        _replace(path / f"config.{last + 1}.yaml", before)
+    _replace(kept, text)
+
+
+def _replace(path: Path, text: str) -> None:
+    staged = path.with_name(f"{path.name}.tmp")
+    staged.write_text(text)
+    LOCAL.sync(staged)
+    staged.replace(path)
+    LOCAL.sync_dir(path.parent)
 
 
 def last_report(path: Path) -> dict[str, Any]:

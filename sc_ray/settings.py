@@ -1,22 +1,17 @@
 """One run's settings: the controller's, and those of the world around it.
 
 A configuration is a YAML or JSON file, or the name of a built-in one, then `key=value` pairs
-with dotted keys: `grpo.max_num_steps=20 policy.optimizer.lr=1e-3`.
+with dotted keys: `grpo.max_num_steps=20 policy.optimizer.lr=1e-3`. `config_files` says more.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import math
-import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from sc_core import (
     AsyncRlConfig,
@@ -25,8 +20,11 @@ from sc_core import (
     ControllerConfig,
     GrpoConfig,
     RolloutRecoveryConfig,
+    check_keys,
     decode,
 )
+from sc_ray.config_files import Layer, builtin_configs, merge, override_layer, read_layers
+from sc_ray.elsewhere import ELSEWHERE
 from sc_ray.estimators import AdvantagesConfig
 from sc_ray.generation.engine import VllmConfig, WeightTransfer
 from sc_ray.hosted import EventLoop
@@ -35,7 +33,6 @@ from sc_ray.model import ModelConfig
 from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
 
 HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
-COMMAND_LINE = "command line"  #: named as the source of what is wrong with a `key=value`
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +99,8 @@ class PolicyConfig(_Settings, frozen=True):
 
 
 class GenerationConfig(_Settings, frozen=True):
+    """The processes that generate, and what computes in them."""
+
     workers: int = 1  #: processes that generate, and without which no run starts
     max_workers: int | None = None
     """So many there may be, if Ray finds room for them; None: `workers`. Those above `workers` are
@@ -146,6 +145,8 @@ class GenerationConfig(_Settings, frozen=True):
 
 
 class ClusterConfig(_Settings, frozen=True):
+    """The Ray that everything runs in."""
+
     num_cpus: int = 16
     """Of the Ray that the run starts. Logical: each process takes one, whatever the machine has."""
     storage_units: int = 2  #: processes that hold the rows; can't change between restarts
@@ -296,59 +297,44 @@ class TrainConfig(_Settings, frozen=True):
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration file, or the built-in one of that name, and apply `key=value` pairs.
 
-    The evaluations of a built-in one are of its own task: a `task.jsonl` without `task.val_jsonl`
-    turns them off. Likewise, its `advantages.normalize` is of `grpo` alone.
+    A file's `defaults` names another one that it changes. The evaluations of a built-in one are
+    of its own task: a `task.jsonl` without `task.val_jsonl` turns them off. Likewise, its
+    `advantages.normalize` is of `grpo` alone.
 
     Raises:
         ConfigError: no such configuration, unreadable, an unknown key (with the nearest known
-            one), or an impossible value.
+            one, or the one that does what a NeMo RL user knows it for), an interpolation of what
+            is not there, or an impossible value.
     """
-    where, data = _read(source)
-    decode(data, TrainConfig, source=where)  # so that a mistake is reported where it was made
-    for pair in overrides:
-        _override(data, pair)
-    if source in builtin_configs():
-        _evaluate_no_other_task(data, overrides)
-        _normalize_no_other_estimator(data, overrides)
-    return decode(data, TrainConfig, source=COMMAND_LINE if overrides else where)
+    layers = read_layers(source)
+    for layer in layers:  # so that a mistake is reported where it was made
+        check_keys(layer.data, TrainConfig, source=layer.source, elsewhere=ELSEWHERE)
+    if overrides:
+        layers.append(override_layer(overrides, layers))
 
+    def decoded(layers: Sequence[Layer]) -> TrainConfig:
+        data = merge(layers)
+        if source in builtin_configs():
+            _evaluate_no_other_task(data, overrides)
+            _normalize_no_other_estimator(data, overrides)
+        return decode(data, TrainConfig, source=layers[-1].source, elsewhere=ELSEWHERE)
 
-def builtin_configs() -> list[str]:
-    """The names of the configurations that come with the package."""
-    directory = resources.files("sc_ray") / "configs"
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in directory.iterdir()
-        if entry.name.endswith(".yaml")
-    )
-
-
-def _read(source: str) -> tuple[str, dict[str, Any]]:
-    path = Path(source)
-    if source in builtin_configs():
-        text = (resources.files("sc_ray") / "configs" / f"{source}.yaml").read_text()
-    elif path.is_file():
+    try:
+        return decoded(layers)
+    except ConfigError as found:
+        wrong = found
+    for last in range(len(layers) - 1, 0, -1):  # back to the first layer that leaves it wrong
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{path} can't be read: {exc}") from exc
-    else:
-        names = builtin_configs()
-        near = difflib.get_close_matches(source, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(names)}"
-        raise ConfigError(
-            f"there is no configuration {source}, neither a file nor built in; {hint}"
-        )
-    data = _parse(text, source)
-    if data is None:
-        return source, {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: a mapping of settings was expected, not {data!r:.60}")
-    return source, data
+            decoded(layers[:last])
+        except ConfigError as earlier:
+            wrong = earlier
+        else:
+            break
+    raise wrong
 
 
 def _evaluate_no_other_task(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    task = data.get("task", {})
+    task = data.get("task") or {}
     if task.get("jsonl") is not None and task.get("val_jsonl") is None:
         asked_for = {pair.partition("=")[0] for pair in overrides}
         for key in ("val_period", "val_at_start", "val_at_end"):
@@ -362,50 +348,6 @@ def _normalize_no_other_estimator(data: dict[str, Any], overrides: Sequence[str]
     if isinstance(advantages, dict) and not asked_for:
         if advantages.get("estimator", "grpo") != "grpo":
             advantages.pop("normalize", None)
-
-
-def _override(data: dict[str, Any], pair: str) -> None:
-    key, equals, text = pair.partition("=")
-    *parents, last = key.split(".")
-    if not equals or not all((*parents, last)):
-        raise ConfigError(f"{COMMAND_LINE}: {pair!r} is not of the form key=value")
-    at = data
-    for depth, name in enumerate(parents, 1):
-        inner = at.setdefault(name, {})
-        if not isinstance(inner, dict):
-            section = ".".join(parents[:depth])
-            raise ConfigError(f"{COMMAND_LINE}: {section} is {inner!r} and has no key {last}")
-        at = inner
-    at[last] = _parse(text, f"{COMMAND_LINE}: {key}")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-3 for text and 10:00 for 600; here they are a number and text."""
-
-    yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"([-+]?\d+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def _parse(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as exc:
-        line = f":{exc.problem_mark.line + 1}" if exc.problem_mark else ""
-        raise ConfigError(f"{source}{line}: not YAML: {exc.problem}") from exc
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{source}: not YAML: {str(exc).splitlines()[0]}") from exc
 
 
 def to_plain(config: TrainConfig) -> Mapping[str, Any]:

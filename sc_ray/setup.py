@@ -42,6 +42,7 @@ from sc_core import (
     restore,
 )
 from sc_ray.actor import SingleControllerActor
+from sc_ray.annotated import plain
 from sc_ray.broadcast import VllmTransport
 from sc_ray.cluster import check_cpus, kill, start_ray
 from sc_ray.generation.engine import GenerationSpec, check_engine
@@ -57,7 +58,7 @@ from sc_ray.parcels import Parcels
 from sc_ray.phrasing import Phrasing
 from sc_ray.placement import CONTROLLER, Places, engine_name, reserve, unit_name
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
-from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS
+from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS, keep_config
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
 from sc_ray.shared_files import check_shared
 from sc_ray.tasks import (
@@ -246,6 +247,7 @@ def setup_single_controller(
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     store = open_store(run_dir)
     _become_writer(store, say)  # before Ray: it refuses a directory that can't be written
+    keep_config(run_dir, plain(config))
     on_exit.callback(remove_leftovers, run_id(run_dir))  # of an actor that did not live to do it
     with ExitStack() as here:
         here.callback(store.close)  # the actor opens it again

@@ -21,11 +21,11 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ConfigError: a value that can't train.
     """
 
-    lr: float = 5e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: float = 5e-4  #: learning rate, the highest that the scheduler gives
+    beta1: float = 0.9  #: decay of the mean of gradients, per step
+    beta2: float = 0.999  #: decay of the mean of their squares, per step
+    eps: float = 1e-8  #: added to the root of the latter, so that nothing is divided by 0
+    weight_decay: float = 0.0  #: of all weights, times the learning rate, per step
     max_grad_norm: float = 1.0  #: a longer gradient is scaled down to this
     microbatch_rows: int = 64  #: rows in one forward and backward; bounds memory
 
