@@ -60,7 +60,7 @@ from sc_ray.placement import CONTROLLER, Places, engine_name, reserve, unit_name
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
 from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS, keep_config
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
-from sc_ray.shared_files import check_shared
+from sc_ray.shared_files import Use, check_files
 from sc_ray.tasks import (
     Task,
     guess_digit,
@@ -256,8 +256,8 @@ def setup_single_controller(
         start_ray(config, run_dir / LOGS, on_exit)
         device = trainer_device(config)
         places = reserve(config, device, on_exit, say)
-        if config.checkpointing.enabled or candidates(run_dir / CHECKPOINTS):
-            _check_shared(config, run_dir, places)
+        shares = config.checkpointing.enabled or bool(candidates(run_dir / CHECKPOINTS))
+        _check_files(config, run_dir, places, shares=shares)
         start, generation = _start_generation(config, prepared, run_id(run_dir), places, on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
@@ -443,17 +443,22 @@ _TURNS = 8
 # workers -------------------------------------------------------------------------------
 
 
-def _check_shared(config: TrainConfig, run_dir: Path, places: Places) -> None:
+def _check_files(config: TrainConfig, run_dir: Path, places: Places, *, shares: bool) -> None:
     """Storage units write their part of a bundle, and read it, as trainer workers read theirs."""
     here = places.nodes[CONTROLLER]
-    units = [unit_name(rank) for rank in range(config.cluster.storage_units)]
-    users: dict[str, list[str]] = {}
-    for name in (*(worker_name(rank) for rank in range(config.policy.workers)), *units):
-        if places.nodes[name] != here:
-            users.setdefault(places.nodes[name], []).append(name)
-    if users:
-        writers = frozenset(places.nodes[name] for name in units) - {here}
-        check_shared(run_dir, users, writers=writers, deadline_s=config.cluster.start_deadline_s)
+    units = {unit_name(rank) for rank in range(config.cluster.storage_units)}
+    trainers = {worker_name(rank) for rank in range(config.policy.workers)}
+    uses: dict[str, Use] = {}
+    for name, node in places.nodes.items():
+        if node != here:
+            use = uses.setdefault(node, Use())
+            use.processes.append(name)
+            use.shares |= shares and name in units | trainers
+            use.writes |= shares and name in units
+    if uses:
+        model = config.policy.model.pretrained and os.path.abspath(config.policy.model.pretrained)
+        deadline_s = config.cluster.start_deadline_s
+        check_files(run_dir, uses, model=model or None, deadline_s=deadline_s)
 
 
 def _start_generation(

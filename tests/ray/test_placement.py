@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -14,7 +13,7 @@ from sc_core import ConfigError
 from sc_ray import shared_files
 from sc_ray.placement import Process, deal
 from sc_ray.settings import load_config
-from sc_ray.shared_files import check_shared
+from sc_ray.shared_files import Use, check_files
 from sc_ray.trainer.peers import interface_of
 
 # dealing -------------------------------------------------------------------------------
@@ -87,53 +86,54 @@ def node(local_ray: None) -> str:
     return found
 
 
-def check(run_dir: Path, node: str, *, writes: bool = True) -> None:
-    writers = frozenset([node] if writes else [])
-    check_shared(run_dir, {node: ["unit 0", "trainer-1"]}, writers=writers, deadline_s=60)
+def check(run_dir: Path, node: str, *, writes: bool = True, model: str | None = None) -> None:
+    use = Use(processes=["unit 0", "trainer-1"], shares=True, writes=writes)
+    check_files(run_dir, {node: use}, model=model, deadline_s=60)
 
 
 def test_a_directory_that_a_node_shares_is_as_before(node: str, tmp_path: Path) -> None:
-    check(tmp_path, node)
+    check(tmp_path, node, model=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_node_that_sees_another_directory_is_named(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tmp_path / "its own"
+    other, here = tmp_path / "its own", tmp_path / "run"
     other.mkdir()
-    look: Callable[[str, Any], str] = shared_files._look
-    here = tmp_path / "run"
     here.mkdir()
+    look: Callable[..., str] = shared_files._look
 
-    def elsewhere(path: str) -> str:
-        return os.path.join(str(other), os.path.basename(path))
+    def elsewhere(path: str | None) -> str | None:
+        return path and os.path.join(str(other), os.path.basename(path))
 
-    def sees_nothing(probe: str, answer: str | None) -> str:
-        return look(elsewhere(probe), None)
+    def sees_nothing(probe: str, answer: str | None, model: str | None) -> str:
+        return look(elsewhere(probe), None, model)
 
-    def writes_elsewhere(probe: str, answer: str | None) -> str:
-        return look(probe, answer and elsewhere(answer))
+    def writes_elsewhere(probe: str, answer: str | None, model: str | None) -> str:
+        return look(probe, elsewhere(answer), model)
 
-    def can_not_write(probe: str, answer: str | None) -> str:
-        return look(probe, answer and os.path.join(str(other), "missing", "file"))
+    def can_not_write(probe: str, answer: str | None, model: str | None) -> str:
+        return look(probe, answer and os.path.join(str(other), "missing", "file"), model)
 
-    def can_not_look(probe: str, answer: str | None) -> str:
+    def can_not_look(probe: str, answer: str | None, model: str | None) -> str:
         raise ModuleNotFoundError("No module named 'sc_ray'")
 
     for at_fault, words in (
         (sees_nothing, "does not see what is in "),
-        (writes_elsewhere, f"writes to a {here} of its own, and unit 0, trainer-1 would use it"),
+        (writes_elsewhere, f"writes to a {here} of its own; every node needs the run directory"),
         (can_not_write, "can't write to .*: No such file or directory"),
-        (can_not_look, "can't look: .*No module named 'sc_ray'"),
+        (can_not_look, "can't look for them: .*No module named 'sc_ray'"),
     ):
         monkeypatch.setattr(shared_files, "_look", at_fault)
-        with pytest.raises(ConfigError, match=rf"^node \d+\.\d+\.\d+\.\d+ {words}") as caught:
+        who = r"^node \d+\.\d+\.\d+\.\d+, which is to have unit 0, trainer-1, "
+        with pytest.raises(ConfigError, match=who + words):
             check(here, node)
-        assert "or set cluster.placement=driver_node" in str(caught.value)
         assert list(here.iterdir()) == []
     monkeypatch.setattr(shared_files, "_look", writes_elsewhere)
     check(here, node, writes=False)
+    with pytest.raises(ConfigError, match="has no directory .*/its own/model; "):
+        check(here, node, writes=False, model=str(other / "model"))
 
 
 # networks ------------------------------------------------------------------------------
