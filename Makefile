@@ -61,6 +61,7 @@ bench: $(ALL)
 	$(BIN)/python -m benchmarks.bench_controller
 	$(BIN)/python -m benchmarks.bench_window
 	$(BIN)/python -m benchmarks.bench_status
+	$(BIN)/python -m benchmarks.bench_import --install
 
 bench-learning: $(ALL)  ## what stale groups cost in learning; draws the README's plot, a quarter of an hour
 	$(BIN)/python -m benchmarks.bench_learning --plot docs/learning.svg

@@ -22,7 +22,7 @@ _BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "trio": ("trio", {}),
 }
 
-_PER_UNIT = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0}
+_PER_UNIT = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0, "MB": 1.0}
 
 #: seconds, round by round, of each contestant on each backend
 Taken = dict[str, dict[str, list[float]]]
@@ -71,11 +71,13 @@ class Ratio(msgspec.Struct, frozen=True):
         return statistics.median(above / below for above, below in pairs)
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--quick` and `--json FILE`, which every benchmark takes."""
+def arguments(description: str, **flags: str) -> argparse.Namespace:
+    """`--quick` and `--json FILE`, which every benchmark takes, and `flags` with their help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a few short rounds: a smoke test")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    for name, told in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=told)
     return parser.parse_args()
 
 

@@ -12,6 +12,12 @@ from sc_core.bundle import BundleStore as BundleStore
 from sc_core.calls import in_thread as in_thread
 from sc_core.calls import inline as inline
 from sc_core.calls import settle as settle
+from sc_core.client_store import ClientStore as ClientStore
+from sc_core.clients import AsyncClient as AsyncClient
+from sc_core.clients import FieldsCodec as FieldsCodec
+from sc_core.clients import PlainFields as PlainFields
+from sc_core.clients import SyncClient as SyncClient
+from sc_core.clients import ThreadedClient as ThreadedClient
 from sc_core.config import AsyncRlConfig as AsyncRlConfig
 from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
@@ -24,13 +30,19 @@ from sc_core.controller import ControllerStatistics as ControllerStatistics
 from sc_core.controller import Ports as Ports
 from sc_core.controller import RunResult as RunResult
 from sc_core.controller import SingleController as SingleController
+from sc_core.defaults import GroupAdvantages as GroupAdvantages
+from sc_core.defaults import PromptList as PromptList
+from sc_core.defaults import SharedWeights as SharedWeights
 from sc_core.difference import Difference as Difference
 from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
+from sc_core.embedding import RowStore as RowStore
+from sc_core.embedding import open_run as open_run
 from sc_core.errors import BundleDamaged as BundleDamaged
 from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallFailed as CallFailed
 from sc_core.errors import CallTimeout as CallTimeout
+from sc_core.errors import CannotShow as CannotShow
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
 from sc_core.errors import Conservation as Conservation
@@ -71,6 +83,7 @@ from sc_core.ports import PromptSource as PromptSource
 from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
+from sc_core.ports import SpanSink as SpanSink
 from sc_core.ports import Trainer as Trainer
 from sc_core.ports import ValidationPrompts as ValidationPrompts
 from sc_core.ports import WeightSync as WeightSync
@@ -94,6 +107,10 @@ from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
+from sc_core.seeing import write_report as write_report
+from sc_core.seeing import write_trace as write_trace
+from sc_core.spans import JsonlSpans as JsonlSpans
+from sc_core.step_trainer import StepTrainer as StepTrainer
 from sc_core.verify import VerifiedBundle as VerifiedBundle
 from sc_core.verify import candidates as candidates
 from sc_core.verify import newest_valid as newest_valid
@@ -101,8 +118,11 @@ from sc_core.verify import verify as verify
 from sc_core.watched import Watched as Watched
 from sc_core.weights import TurnGate as TurnGate
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AdvantageEstimator",
+    "AsyncClient",
     "AsyncRlConfig",
     "AuditReport",
     "BarrierStatistics",
@@ -113,8 +133,10 @@ __all__ = [
     "CallCancelled",
     "CallFailed",
     "CallTimeout",
+    "CannotShow",
     "CheckpointBarrier",
     "CheckpointingConfig",
+    "ClientStore",
     "Columns",
     "ConfigChanged",
     "ConfigError",
@@ -134,19 +156,24 @@ __all__ = [
     "EstimatorError",
     "EstimatorScope",
     "EventSink",
+    "FieldsCodec",
     "GenerationFleetHealthConfig",
     "Group",
+    "GroupAdvantages",
     "GroupFilter",
     "GroupId",
     "GrpoConfig",
     "JsonlEventLog",
     "JsonlMetrics",
+    "JsonlSpans",
     "LOCAL",
     "MetricsSink",
     "MissingRows",
     "Places",
+    "PlainFields",
     "Ports",
     "Prompt",
+    "PromptList",
     "PromptSource",
     "PulledPrompt",
     "ReadyStore",
@@ -156,6 +183,7 @@ __all__ = [
     "RolloutError",
     "RolloutRecoveryConfig",
     "RolloutWorker",
+    "RowStore",
     "RunInUse",
     "RunResult",
     "Runner",
@@ -165,11 +193,16 @@ __all__ = [
     "SaveError",
     "ScError",
     "SentStore",
+    "SharedWeights",
     "SingleController",
+    "SpanSink",
     "StallError",
     "StallReport",
     "Stamp",
+    "StepTrainer",
     "StopTimeout",
+    "SyncClient",
+    "ThreadedClient",
     "Trainer",
     "TurnGate",
     "ValidationPrompts",
@@ -193,10 +226,13 @@ __all__ = [
     "in_thread",
     "inline",
     "newest_valid",
+    "open_run",
     "replay",
     "replay_run",
     "restore",
     "root_cause",
     "settle",
     "verify",
+    "write_report",
+    "write_trace",
 ]

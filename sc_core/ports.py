@@ -344,6 +344,26 @@ class MetricsSink(Protocol):
         """Record one object per finished step."""
 
 
+class SpanSink(Protocol):
+    """Where spans go: what took from when to when, for people to look at.
+
+    Nothing depends on them. After the first call that raises, the run logs a warning, and goes on
+    without.
+    """
+
+    def now(self) -> float:
+        """Unix seconds, on the event log's clock."""
+
+    def add(self, track: str, name: str, began: float, **of: Any) -> None:
+        """Record what began then and ends now. Called often: must return at once.
+
+        `of` may have `step`, `weight_version`, `group_id`, `sibling`, `engine`, `note`.
+        """
+
+    def flush(self) -> None:
+        """A step is over: a good moment to write."""
+
+
 class Runner(Protocol):
     """Runs blocking work: in a thread, or inline where a virtual clock must not jump."""
 

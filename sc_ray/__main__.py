@@ -160,6 +160,7 @@ def _run(
 ) -> tuple[str, int]:
     from sc_ray.progress import console_on, learning_curve
     from sc_ray.setup import Prepared
+    from sc_ray.views import write_views
 
     console = console_on(sys.stdout)
     signals.on_leave = console.leave
@@ -170,7 +171,12 @@ def _run(
     most = config.cluster.max_controller_restarts
     for restart in range(1, most + 2):
         try:
-            result = _live(signals, config, run, console, prepared, resume)
+            try:
+                result = _live(signals, config, run, console, prepared, resume)
+            except Exception:
+                write_views(run.path, console.say)
+                raise
+            write_views(run.path, console.say)
             break
         except WorkerDied as death:
             signals.unsteer()

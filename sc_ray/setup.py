@@ -28,6 +28,7 @@ from sc_core import (
     DataPlane,
     JsonlEventLog,
     JsonlMetrics,
+    JsonlSpans,
     Ports,
     ReadyStore,
     RunInUse,
@@ -56,7 +57,7 @@ from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
 from sc_ray.phrasing import Phrasing
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
-from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS, keep_config
+from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS, SPANS, keep_config
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
 from sc_ray.tasks import (
     Task,
@@ -195,6 +196,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 ),
             )
             opened.callback(metrics.close)
+            spans = JsonlSpans(run_dir / SPANS, incarnation=events.incarnation)
+            opened.callback(spans.close)
             trainer = RayTrainer(self.trainers)
             parcels = Parcels()
             engines = [
@@ -226,6 +229,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
+                spans=spans,
                 bundles=store if config.checkpointing.enabled else None,
                 validation=build_held_out(self.task),
             )
