@@ -117,7 +117,7 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     last_evaluation: Mapping[str, float] = {}  #: metrics of the last finished one
     evaluating: int = 0  #: in-flight slots that an evaluation holds or waits for
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
-    engines_away: Mapping[str, str] = {}  #: `quarantined: why` or `restarting: why`
+    engines_away: Mapping[str, str] = {}  #: what it is and why, as `restarting: why`
     barrier_entered: int = 0  #: barrier sections in this process life
     counters: Mapping[str, int] = {}  #: totals over the effective history, as in `RunResult`
     trained_by_staleness: Mapping[int, int] = {}
