@@ -370,9 +370,10 @@ class Runner(Protocol):
     async def __call__(self, work: Callable[..., R], *args: Any) -> R: ...
 
 
-EngineState = Literal["serving", "quarantined", "restarting", "out"]
+EngineState = Literal["serving", "quarantined", "restarting", "awaited", "out"]
 """`serving`: it gets weights and requests. `quarantined`: neither, for now. `restarting`: it died,
-and a new one is on its way. `out`: for good."""
+and a new one is on its way. `awaited`: it comes once there is room for it, which may be never.
+`out`: for good."""
 EventKind = Literal[
     "run_started", "resumed", "admitted", "dispatched", "committed", "selected", "abandoned",
     "trained", "dropped", "evicted", "aborted", "redispatched", "exhausted", "weight_sync",

@@ -55,7 +55,7 @@ class RunState:
         self.events = events
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
         self.engines: tuple[str, ...] = ()  #: that confirmed the last sync, or joined since
-        self.engines_away: dict[str, str] = {}  #: quarantined or restarting, and why
+        self.engines_away: dict[str, str] = {}  #: neither serving nor out: what, and why
         self.engines_out: dict[str, str] = {}  #: put out of service, and why
         self._synced: tuple[str, ...] | None = None  #: what the last `weight_sync` event says
         self._confirmed: dict[str, int] = {}  #: versions, in the sync under way
@@ -183,6 +183,7 @@ class RunState:
         rows: Sequence[SampleId] | None = None,
         masked: Sequence[int] = (),
         served: Mapping[str, tuple[int, ...]] | None = None,
+        components: Sequence[Mapping[str, float]] = (),
     ) -> Group:
         group = self.ledger.commit(
             ordinal,
@@ -191,6 +192,7 @@ class RunState:
             end_weight_version=end_weight_version,
             rows=rows,
             masked=masked,
+            components=components,
         )
         self._emit(
             "committed",
