@@ -104,6 +104,7 @@ class Saving:
             config.async_rl.deadlines,
             in_thread,
             take_cut,
+            self.state.spans,
         )
         self.rows = Rows(plane, self.barrier, config.async_rl.deadlines)
 

@@ -42,6 +42,7 @@ from sc_core.errors import BundleDamaged as BundleDamaged
 from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallFailed as CallFailed
 from sc_core.errors import CallTimeout as CallTimeout
+from sc_core.errors import CannotShow as CannotShow
 from sc_core.errors import ConfigChanged as ConfigChanged
 from sc_core.errors import ConfigError as ConfigError
 from sc_core.errors import Conservation as Conservation
@@ -82,6 +83,7 @@ from sc_core.ports import PromptSource as PromptSource
 from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
+from sc_core.ports import SpanSink as SpanSink
 from sc_core.ports import Trainer as Trainer
 from sc_core.ports import ValidationPrompts as ValidationPrompts
 from sc_core.ports import WeightSync as WeightSync
@@ -105,6 +107,9 @@ from sc_core.restore import check_store as check_store
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
+from sc_core.seeing import write_report as write_report
+from sc_core.seeing import write_trace as write_trace
+from sc_core.spans import JsonlSpans as JsonlSpans
 from sc_core.step_trainer import StepTrainer as StepTrainer
 from sc_core.verify import VerifiedBundle as VerifiedBundle
 from sc_core.verify import candidates as candidates
@@ -128,6 +133,7 @@ __all__ = [
     "CallCancelled",
     "CallFailed",
     "CallTimeout",
+    "CannotShow",
     "CheckpointBarrier",
     "CheckpointingConfig",
     "ClientStore",
@@ -159,6 +165,7 @@ __all__ = [
     "GrpoConfig",
     "JsonlEventLog",
     "JsonlMetrics",
+    "JsonlSpans",
     "LOCAL",
     "MetricsSink",
     "MissingRows",
@@ -188,6 +195,7 @@ __all__ = [
     "SentStore",
     "SharedWeights",
     "SingleController",
+    "SpanSink",
     "StallError",
     "StallReport",
     "Stamp",
@@ -225,4 +233,6 @@ __all__ = [
     "root_cause",
     "settle",
     "verify",
+    "write_report",
+    "write_trace",
 ]

@@ -1,4 +1,5 @@
-"""`python -m sc_core`: look at a run's checkpoints and event log. Needs neither Ray nor torch.
+"""`python -m sc_core`: look at a run's checkpoints, event log and course. Needs neither Ray nor
+torch.
 
 Exit status: 0 fine, 1 something is wrong and is named, 2 wrong usage.
 """
@@ -23,6 +24,7 @@ from sc_core.errors import ConfigError, NoValidBundle, RestoreError, ScError
 from sc_core.manifest import MANIFEST, parse_name
 from sc_core.outlook import outlook
 from sc_core.replay import replay_log, replay_run
+from sc_core.seeing import REPORT, STEPS, TRACE, write_report, write_trace
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 
 SHOWN_VIOLATIONS = 20
@@ -206,9 +208,7 @@ def read_yaml(path: Path, raw: bytes) -> Any:
 
 def audit_command(args: argparse.Namespace) -> int:
     run = existing(args.run)
-    log = run / EVENTS if run.is_dir() else run
-    if not log.is_file():
-        raise UsageError(f"{run} has no {EVENTS}: is it the directory of a run?")
+    log = run if run.is_file() else with_log(run) / EVENTS
     report = audit_run(run, key=bundle_key()) if run.is_dir() else audit_log(log)
     replayed = replayed_of(run, log) if args.replay else None
     ok = report.ok and (replayed is None or replayed["ok"])
@@ -253,6 +253,7 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
             + (f" ({engine.joined} of them when it joined)" if engine.joined else "")
             for name, engine in report.engines.items()
         )
+        facts["confirmed"] = report.served
     if report.bundles:
         facts["agree with the log"] = ", ".join(report.bundles)
     if report.other_bundles:
@@ -263,6 +264,33 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
     return facts
 
 
+# report, trace -------------------------------------------------------------------------
+
+
+def report_command(args: argparse.Namespace) -> int:
+    return show_written(args, write_report(with_log(existing(args.run)), args.out))
+
+
+def trace_command(args: argparse.Namespace) -> int:
+    run = with_log(existing(args.run))
+    return show_written(args, write_trace(run, args.out, steps=args.steps))
+
+
+def show_written(args: argparse.Namespace, path: Path) -> int:
+    if args.json:
+        show_json({"ok": True, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        print(path)
+    return 0
+
+
+def step_count(text: str) -> int:
+    steps = int(text)
+    if steps < 0:
+        raise ValueError(text)
+    return steps
+
+
 # shared --------------------------------------------------------------------------------
 
 
@@ -271,6 +299,12 @@ def existing(path: str) -> Path:
     if not found.exists():
         raise UsageError(f"{path} does not exist")
     return Path(path)
+
+
+def with_log(run: Path) -> Path:
+    if not (run / EVENTS).is_file():
+        raise UsageError(f"{run} has no {EVENTS}: is it the directory of a run?")
+    return run
 
 
 def is_bundle(path: Path) -> bool:
@@ -335,6 +369,19 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="the directory of a run, or its events.jsonl")
     one.add_argument(
         "--replay", action="store_true", help="also ask the sampler again at every decision"
+    )
+    one = command("report", report_command, "write a page about a run, to be read offline")
+    one.add_argument("run", metavar="RUN", help="the directory of a run, which may be going on")
+    one.add_argument("--out", type=Path, metavar="FILE", help=f"default: RUN/{REPORT}")
+    one = command("trace", trace_command, "write a trace of a run, for ui.perfetto.dev")
+    one.add_argument("run", metavar="RUN", help="the directory of a run, which may be going on")
+    one.add_argument("--out", type=Path, metavar="FILE", help=f"default: RUN/{TRACE}")
+    one.add_argument(
+        "--steps",
+        type=step_count,
+        default=STEPS,
+        metavar="N",
+        help=f"the last N steps, 0 for all of them; default: {STEPS}",
     )
     return top
 

@@ -22,6 +22,7 @@ from sc_core.ports import AdvantageEstimator, Runner
 from sc_core.records import Batch, Group, masks_of
 from sc_core.returned import check_columns
 from sc_core.rows import Rows
+from sc_core.spans import ESTIMATE, READ, WRITE, Spans
 
 _GROUPS_PER_SLICE = 16
 """A slice is one read, one estimate and one write: small enough to overlap, large enough that
@@ -40,11 +41,13 @@ class AdvantageStage:
         runner: Runner,
         *,
         deadline_s: float,
+        spans: Spans,
     ) -> None:
         self._rows = rows
         self._barrier = barrier
         self._estimator = estimator
         self._runner = runner
+        self._spans = spans
         self._names: frozenset[str] | None = None  #: of the columns that the estimator makes
         self._deadline_s = deadline_s  #: of a heavy estimate; a light one can't be ended
 
@@ -76,7 +79,8 @@ class AdvantageStage:
         written = 0
         async for ids, _, columns in receive:
             async with self._barrier.mutation("advantage write-back"):
-                await self._rows.write_back(ids, columns)
+                with self._spans(WRITE, "write back"):
+                    await self._rows.write_back(ids, columns)
             written += len(ids)
         return written
 
@@ -86,7 +90,8 @@ class AdvantageStage:
         async with send:
             for groups in _slices(batch.groups, self._groups_per_call(batch)):
                 ids = tuple(row for group in groups for row in group.sample_ids)
-                columns = await self._rows.get(ids, stored)
+                with self._spans(READ, "read"):
+                    columns = await self._rows.get(ids, stored)
                 if MASKED in wanted:
                     columns[MASKED] = [one for group in groups for one in masks_of(group)]
                 await send.send((ids, tuple(len(g.sample_ids) for g in groups), columns))
@@ -102,14 +107,15 @@ class AdvantageStage:
         estimate = self._estimator.estimate
         async with receive, send:
             async for ids, sizes, columns in receive:
-                if self._estimator.heavy:
-                    estimated = await settle(
-                        _ESTIMATE,
-                        self._deadline_s,
-                        partial(self._runner, estimate, columns, sizes),
-                    )
-                else:
-                    estimated = at_once(_ESTIMATE, estimate, columns, sizes)
+                with self._spans(ESTIMATE, "estimate"):
+                    if self._estimator.heavy:
+                        estimated = await settle(
+                            _ESTIMATE,
+                            self._deadline_s,
+                            partial(self._runner, estimate, columns, sizes),
+                        )
+                    else:
+                        estimated = at_once(_ESTIMATE, estimate, columns, sizes)
                 read = self._estimator.select_fields
                 columns = check_columns(estimated, _ESTIMATE, (), len(ids), WrongAnswer)
                 self._names = check_estimates(columns, ids, read=read, names=self._names)

@@ -20,6 +20,7 @@ from sc_core.ports import GroupFilter, RolloutWorker
 from sc_core.records import FinishedSibling, LedgerRecord, Prompt, Sample, SampleId, sample_ids
 from sc_core.returned import check_sample
 from sc_core.rows import Rows
+from sc_core.spans import ENGINES
 from sc_core.state import RunState
 
 _KEEP = "group_filter.keep"
@@ -159,7 +160,9 @@ class GroupBuilder:
                 raise _first(failed) from None
 
     async def _rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
-        requests = self._state.requests
+        requests, spans = self._state.requests, self._state.spans
+        began = spans.now() if spans.on else 0.0
+        sample: Sample | None = None
         try:
             with anyio.move_on_after(self._rollout_s) as in_time:
                 sample = check_sample(
@@ -180,6 +183,17 @@ class GroupBuilder:
             raise AttemptFailed(exc) from exc
         finally:
             requests.set(requests.value - 1)
+            if spans.on:
+                spans.add(
+                    ENGINES,
+                    f"{prompt.group_id}_g{sibling}",
+                    began,
+                    group_id=prompt.group_id,
+                    sibling=sibling,
+                    engine=None if sample is None else sample.engine,
+                    weight_version=weight_version,
+                    note="no sample" if sample is None else None,
+                )
 
     # committing ------------------------------------------------------------------------
 
@@ -210,7 +224,8 @@ class GroupBuilder:
 
         section = self._barrier.mutation(f"commit {group_id}")
         async with section:
-            state.commit_wait_s += section.waited_s
+            if section.waited_s:
+                state.waited(section, group_id)
             await self._put(sample_ids(group_id, self._siblings), fields, rewards, arrived)
         return True
 
@@ -227,7 +242,8 @@ class GroupBuilder:
             return False
         section = self._barrier.mutation(f"commit {record.group_id}")
         async with section:
-            self._state.commit_wait_s += section.waited_s
+            if section.waited_s:
+                self._state.waited(section, record.group_id)
             self._state.committed(
                 ordinal,
                 rewards=rewards,
@@ -260,7 +276,8 @@ class GroupBuilder:
 
         section = self._barrier.mutation(f"row {row}")
         async with section:
-            self._state.commit_wait_s += section.waited_s
+            if section.waited_s:
+                self._state.waited(section, prompt.group_id)
             fields = {name: [value] for name, value in sample.fields.items()}
             await self._put((row,), fields, (sample.reward,), arrived)
 

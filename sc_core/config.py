@@ -147,7 +147,7 @@ class GenerationFleetHealthConfig(_Settings, frozen=True):
     """Over the life of the controller's process; an engine that needs one more is left out."""
     min_healthy_shards: int = 1
     """Engines that live, quarantined ones included, or are being restarted. With fewer the run
-    ends, and says what each has died of."""
+    ends, and says what each has died of. Those that are awaited, for want of room, do not count."""
 
 
 class AsyncRlConfig(_Settings, frozen=True):

@@ -45,6 +45,7 @@ from sc_core.ports import (
     RolloutWorker,
     Runner,
     Sampler,
+    SpanSink,
     Trainer,
     ValidationPrompts,
     WeightSync,
@@ -56,6 +57,7 @@ from sc_core.returned import check_rows
 from sc_core.rollout import RolloutPump
 from sc_core.rows import Rows
 from sc_core.samplers import build_sampler, check_capacity
+from sc_core.spans import Spans
 from sc_core.stale import StaleAttempts
 from sc_core.state import RunState
 from sc_core.train import EndReason, TrainPump
@@ -83,6 +85,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     sampler: Sampler | None = None  #: None: the one that the settings name
     validation: ValidationPrompts | None = None  #: needed for `grpo.val_period` and its like
     fleet: EngineFleet | None = None  #: None: the run ends with the first engine that fails
+    spans: SpanSink | None = None  #: what took how long, for people; None: nobody wants to know
     turns: TurnGate | None = None  #: for a worker that makes several requests for a sibling
 
 
@@ -114,7 +117,7 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     last_evaluation: Mapping[str, float] = {}  #: metrics of the last finished one
     evaluating: int = 0  #: in-flight slots that an evaluation holds or waits for
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
-    engines_away: Mapping[str, str] = {}  #: `quarantined: why` or `restarting: why`
+    engines_away: Mapping[str, str] = {}  #: what it is and why, as `restarting: why`
 
 
 class SingleController:
@@ -156,7 +159,11 @@ class SingleController:
         bundle = ready.bundle
         self._bundle = bundle
         self._state = RunState(
-            self._ledger_from(bundle), Places(capacity), self._sampler, ports.events
+            self._ledger_from(bundle),
+            Places(capacity),
+            self._sampler,
+            ports.events,
+            spans=Spans(ports.spans),
         )
         for record in self._state.ledger.records():
             if record.admitted:
@@ -385,6 +392,7 @@ class SingleController:
                 deadlines,
                 self._runner,
                 lambda: self._take_cut(rows),
+                state.spans,
             )
         advantages = AdvantageStage(
             rows,
@@ -392,6 +400,7 @@ class SingleController:
             ports.estimator,
             self._runner,
             deadline_s=deadlines.estimator_s,
+            spans=state.spans,
         )
         rollouts = RolloutPump(
             state,

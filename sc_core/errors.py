@@ -20,6 +20,10 @@ class ScError(Exception):
 # configuration and use -----------------------------------------------------------------
 
 
+class CannotShow(ScError):
+    """A run has nothing to show, or something is missing that shows it."""
+
+
 class ConfigError(ScError, ValueError):
     """The configuration asks for something unknown or impossible."""
 

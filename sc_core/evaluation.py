@@ -27,6 +27,7 @@ from sc_core.errors import ConfigError, DataFailure, RolloutError, WorkerDied
 from sc_core.ports import RolloutWorker, ValidationPrompts
 from sc_core.records import EvaluatedPrompt, Evaluation, GroupId, Prompt, Sample
 from sc_core.returned import check_sample
+from sc_core.spans import ENGINES, TRAIN
 from sc_core.state import EVALUATED, RunState
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,13 @@ class Evaluator:
         Raises:
             WorkerDied: nobody is left to generate.
         """
+        ledger = self._state.ledger
+        with self._state.spans(
+            TRAIN, "evaluation", step=ledger.step, weight_version=ledger.weight_version
+        ):
+            return await self._run(save)
+
+    async def _run(self, save: Callable[[], Awaitable[None]]) -> Mapping[str, float]:
         state, began = self._state, anyio.current_time()
         evaluation = self._begun()
         finished = {result.number for result in evaluation.results}
@@ -258,13 +266,27 @@ class Evaluator:
         return [samples[sibling] for sibling in range(self._siblings)]
 
     async def _rollout(self, prompt: Prompt, sibling: int) -> Sample:
-        version = self._state.ledger.weight_version
-        with anyio.move_on_after(self._rollout_s) as in_time:
-            sample = await in_tree(self._worker.rollout, prompt, sibling, version)
-            alone = range(version, version + 1)
-            sample = check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
-            if not in_time.cancel_called:
-                return sample
+        version, spans = self._state.ledger.weight_version, self._state.spans
+        began, engine = spans.now(), None
+        try:
+            with anyio.move_on_after(self._rollout_s) as in_time:
+                sample = await in_tree(self._worker.rollout, prompt, sibling, version)
+                alone = range(version, version + 1)
+                sample = check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
+                engine = sample.engine
+                if not in_time.cancel_called:
+                    return sample
+        finally:
+            spans.add(
+                ENGINES,
+                f"{prompt.group_id}_g{sibling}",
+                began,
+                group_id=prompt.group_id,
+                sibling=sibling,
+                engine=engine,
+                weight_version=version,
+                note="evaluation",
+            )
         raise RolloutError(
             f"sibling {sibling} of group {prompt.group_id} took longer than {self._rollout_s:g} s"
         )

@@ -107,7 +107,7 @@ def _read(path: Path) -> Iterator[tuple[Event, int]]:
             yield event, len(line)
 
 
-class _Lines:
+class Lines:
     """A file that only ever grows by whole lines."""
 
     def __init__(self, path: Path, keep_bytes: int) -> None:
@@ -173,7 +173,7 @@ class JsonlEventLog:
             self._seq = event.seq
             keep_bytes += size
         self._path = path
-        self._lines = _Lines(path, keep_bytes)
+        self._lines = Lines(path, keep_bytes)
 
     def __repr__(self) -> str:
         return f"<JsonlEventLog {self._path} at {self._seq}, incarnation {self._incarnation}>"
@@ -237,7 +237,7 @@ class JsonlMetrics:
         if path.exists():
             with path.open("rb") as file:
                 keep_bytes = sum(len(line) for line in file if line.endswith(b"\n"))
-        self._lines = _Lines(path, keep_bytes)
+        self._lines = Lines(path, keep_bytes)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append one object; it is in the file once this returns.

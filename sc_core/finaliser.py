@@ -14,6 +14,7 @@ from sc_core.errors import SaveError
 from sc_core.ports import EventSink, Runner, Trainer
 from sc_core.records import Cut
 from sc_core.retention import prune
+from sc_core.spans import FINALISER
 from sc_core.state import PUBLISHED, RunState
 from sc_core.watched import Watched
 
@@ -81,14 +82,16 @@ class BundleFinaliser:
             began = anyio.current_time()
             try:
                 deadlines = self._config.async_rl.deadlines
-                await settle(
-                    "trainer.finalize_save", deadlines.trainer_s, self._trainer.finalize_save
-                )
-                await settle(
-                    "publishing a bundle",
-                    deadlines.disk_s,
-                    lambda job=job: self._publish(job),  # type: ignore[misc]
-                )
+                with self._state.spans(FINALISER, "finalize_save", step=job.cut.step):
+                    await settle(
+                        "trainer.finalize_save", deadlines.trainer_s, self._trainer.finalize_save
+                    )
+                with self._state.spans(FINALISER, "publish", step=job.cut.step):
+                    await settle(
+                        "publishing a bundle",
+                        deadlines.disk_s,
+                        lambda job=job: self._publish(job),  # type: ignore[misc]
+                    )
             except Exception as exc:
                 self._failure = exc if isinstance(exc, SaveError) else SaveError(str(exc))
                 self._failure.__cause__ = exc

@@ -344,15 +344,36 @@ class MetricsSink(Protocol):
         """Record one object per finished step."""
 
 
+class SpanSink(Protocol):
+    """Where spans go: what took from when to when, for people to look at.
+
+    Nothing depends on them. After the first call that raises, the run logs a warning, and goes on
+    without.
+    """
+
+    def now(self) -> float:
+        """Unix seconds, on the event log's clock."""
+
+    def add(self, track: str, name: str, began: float, **of: Any) -> None:
+        """Record what began then and ends now. Called often: must return at once.
+
+        `of` may have `step`, `weight_version`, `group_id`, `sibling`, `engine`, `note`.
+        """
+
+    def flush(self) -> None:
+        """A step is over: a good moment to write."""
+
+
 class Runner(Protocol):
     """Runs blocking work: in a thread, or inline where a virtual clock must not jump."""
 
     async def __call__(self, work: Callable[..., R], *args: Any) -> R: ...
 
 
-EngineState = Literal["serving", "quarantined", "restarting", "out"]
+EngineState = Literal["serving", "quarantined", "restarting", "awaited", "out"]
 """`serving`: it gets weights and requests. `quarantined`: neither, for now. `restarting`: it died,
-and a new one is on its way. `out`: for good."""
+and a new one is on its way. `awaited`: it comes once there is room for it, which may be never.
+`out`: for good."""
 EventKind = Literal[
     "run_started", "resumed", "admitted", "dispatched", "committed", "selected", "abandoned",
     "trained", "dropped", "evicted", "aborted", "redispatched", "exhausted", "weight_sync",

@@ -52,7 +52,7 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     trained_s: float | None  #: since the last step was trained, in this process life
     gate_closed_for: str | None
     engines: tuple[str, ...]  #: that confirmed the last weight sync, or joined since
-    engines_away: Mapping[str, str]  #: quarantined or restarting, and why
+    engines_away: Mapping[str, str]  #: neither serving nor out: what, and why
     engines_out: Mapping[str, str]  #: put out of service, and why
     stop_reason: str | None
     barrier: BarrierStatistics

@@ -30,6 +30,7 @@ from sc_core.ledger import Failure
 from sc_core.ports import PromptSource
 from sc_core.records import LedgerRecord, Stamp
 from sc_core.returned import check_pulled
+from sc_core.spans import PROMPTS
 from sc_core.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,17 @@ class RolloutPump:
             ahead == 0 and self._has_room() and state.sampler.admit(ledger) is not None
         )
 
+    def _lacking(self) -> str:
+        """What the next prompt lacks before it may leave the source; empty if nothing."""
+        state, ledger = self._state, self._state.ledger
+        if self._may_pull(state):
+            return ""
+        if state.gate_closed_for is not None:
+            return "the weight gate"
+        if ledger.in_flight_count + state.evaluating >= self._max_inflight:
+            return "an in-flight slot"
+        return "the sampler" if self._has_room() else "a place"
+
     def _has_room(self) -> bool:
         """Whether a place is free, beyond those of groups that steps to come go without.
 
@@ -116,7 +128,11 @@ class RolloutPump:
         call = "source.next_prompt"
         with anyio.CancelScope() as in_time:  # one for all calls: its deadline moves
             while True:
+                began = state.spans.now() if state.spans.on else 0.0
+                lacking = self._lacking() if state.spans.on else ""
                 await state.wait_until(self._may_pull, "room for one more prompt")
+                if lacking:
+                    state.spans.add(PROMPTS, f"wait for {lacking}", began)
                 if not self._may_pull(state):
                     continue
                 in_time.deadline = anyio.current_time() + deadline_s

@@ -24,6 +24,7 @@ class EngineAudit(msgspec.Struct, kw_only=True):
     groups: int = 0  #: committed ones with a sibling of it
     confirmed: int = 0  #: times that it confirmed a version
     joined: int = 0  #: of them between two syncs: it was new, restarted, or back
+    unconfirmed: int = 0  #: groups that it served with a version that it had not confirmed
 
 
 class _Span(msgspec.Struct):
@@ -82,6 +83,7 @@ class Served:
             for version in versions:
                 start = event.weight_version
                 if start is not None and version < start:
+                    self._of(engine).unconfirmed += 1
                     self._wrong(
                         event,
                         f"{_who(event, engine, version)}, and its start version is {start}",
@@ -176,6 +178,7 @@ class Served:
             has = f"version {spans[-1].version} last"
             if spans[-1].until is not None:
                 has += f", and lost it at seq {spans[-1].until}"
+        self._of(engine).unconfirmed += 1
         self._wrong(event, f"{_who(event, engine, version)}, which it had not confirmed: {has}")
 
 

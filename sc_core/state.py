@@ -14,12 +14,14 @@ from typing import Any
 
 import anyio
 
+from sc_core.barrier import Section
 from sc_core.calls import ended_from_outside, failed, writable
 from sc_core.errors import Conservation
 from sc_core.ledger import Cause, Failure, Ledger
 from sc_core.places import Places
 from sc_core.ports import EngineState, EventKind, EventSink, Sampler
 from sc_core.records import Cut, Evaluation, Group, LedgerRecord, PulledPrompt, SampleId, Stamp
+from sc_core.spans import COMMITS, WAITED, Spans
 from sc_core.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -42,16 +44,18 @@ class RunState:
         sampler: Sampler,
         events: EventSink,
         *,
+        spans: Spans | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self._clock = clock  #: a replay has none
+        self.spans = spans or Spans()
         self.ledger = ledger
         self.places = places
         self.sampler = sampler
         self.events = events
         self.gate_closed_for: str | None = "start"  #: who closed the weight gate; None: open
         self.engines: tuple[str, ...] = ()  #: that confirmed the last sync, or joined since
-        self.engines_away: dict[str, str] = {}  #: quarantined or restarting, and why
+        self.engines_away: dict[str, str] = {}  #: neither serving nor out: what, and why
         self.engines_out: dict[str, str] = {}  #: put out of service, and why
         self._synced: tuple[str, ...] | None = None  #: what the last `weight_sync` event says
         self._confirmed: dict[str, int] = {}  #: versions, in the sync under way
@@ -339,6 +343,13 @@ class RunState:
     def saved(self, **fields: Any) -> None:
         self.progress += 1
         self._emit("checkpoint", **fields)
+
+    def waited(self, section: Section, group_id: str) -> None:
+        """What a group wanted to write has waited for the barrier."""
+        self.commit_wait_s += section.waited_s
+        if self.spans.on:
+            began = self.spans.now() - section.waited_s
+            self.spans.add(COMMITS, WAITED, began, group_id=group_id, note=section.label)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """The evaluation under way is a result further, or finished."""

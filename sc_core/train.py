@@ -23,6 +23,7 @@ from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
 from sc_core.returned import check_mapping
 from sc_core.rows import Rows
+from sc_core.spans import STEP, TRAIN, TRAINER
 from sc_core.state import GROUPS_READY, RunState, Stopwatch
 from sc_core.weights import WeightUpdates
 from sc_core.window import CheckpointWindow
@@ -49,6 +50,7 @@ class TrainPump:
         evaluator: Evaluator | None,
     ) -> None:
         self._state = state
+        self._spans = state.spans
         self._config = config
         self._trainer = trainer
         self._advantages = advantages
@@ -91,9 +93,11 @@ class TrainPump:
         if await self._evaluate():
             self._write_metrics()
         while ledger.step < self._config.grpo.max_num_steps:
-            lap = Stopwatch()
+            lap, step, version = Stopwatch(), ledger.step + 1, ledger.weight_version
             with lap("timing/train/total_step_time"):
-                ended = await self._step(lap)
+                with self._spans(TRAIN, f"{STEP} {step}", step=step, weight_version=version):
+                    ended = await self._step(lap)
+            self._spans.flush()
             if ended is not None:
                 reason = ended
                 break
@@ -151,7 +155,7 @@ class TrainPump:
         self._evicted = 0
         try:
             while self._missing(groups):
-                with lap("timing/train/exposed_generation"):
+                with lap("timing/train/exposed_generation"), self._spans(TRAIN, "wait for groups"):
                     chunk = await self._next_chunk(step, groups)
                 if not chunk:
                     break
@@ -175,7 +179,7 @@ class TrainPump:
                 return "exhausted"
             await anyio.lowlevel.checkpoint_if_cancelled()  # the calls before it were shielded
             finishing = True
-            with lap("timing/train/policy_training"):
+            with lap("timing/train/policy_training"), self._spans(TRAIN, "finish_step"):
                 trained = await self._call(
                     "finish_step", self._trainer.finish_step, then=lambda _: self._trained(groups)
                 )
@@ -278,12 +282,13 @@ class TrainPump:
             await self._rows.clear(row for group in ready for row in group.sample_ids)
 
     async def _train_on(self, batch: Batch, lap: Stopwatch) -> None:
-        with lap("timing/train/policy_and_reference_logprobs"):
+        spans = self._spans
+        with lap("timing/train/policy_and_reference_logprobs"), spans(TRAIN, "prepare"):
             async with self._barrier.mutation(f"prepare step {batch.step}"):
                 await self._call("prepare", lambda: self._trainer.prepare(batch))
-        with lap("timing/train/advantage_calculation"):
+        with lap("timing/train/advantage_calculation"), spans(TRAIN, "advantage"):
             await self._advantages.run(batch)
-        with lap("timing/train/policy_training"):
+        with lap("timing/train/policy_training"), spans(TRAIN, "microbatches"):
             await self._call("train_microbatches", lambda: self._trainer.train_microbatches(batch))
 
     async def _abandon(self, step: int, groups: Sequence[Group], opened: bool) -> None:
@@ -306,7 +311,8 @@ class TrainPump:
 
     async def _clear(self, groups: Sequence[Group]) -> None:
         async with self._barrier.mutation("clear trained rows"):
-            await self._rows.clear(row for group in groups for row in group.sample_ids)
+            with self._spans(TRAIN, "clear"):
+                await self._rows.clear(row for group in groups for row in group.sample_ids)
 
     async def _call(
         self,
@@ -315,7 +321,8 @@ class TrainPump:
         then: Callable[[R], None] | None = None,
     ) -> R:
         deadline_s = self._config.async_rl.deadlines.trainer_s
-        return await settle(f"trainer.{name}", deadline_s, work, then=then)
+        with self._spans(TRAINER, name, step=self._state.ledger.step + 1):
+            return await settle(f"trainer.{name}", deadline_s, work, then=then)
 
     # after a step ----------------------------------------------------------------------
 

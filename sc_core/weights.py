@@ -25,6 +25,7 @@ from sc_core.errors import (
 )
 from sc_core.ports import EngineFleet, WeightSync
 from sc_core.returned import check_count, check_mapping
+from sc_core.spans import SYNC, TRAIN
 from sc_core.state import DRAINED, GATE_OPEN, RunState
 from sc_core.watched import Watched
 
@@ -118,9 +119,15 @@ class WeightUpdates:
         """
         state, version = self._state, self._state.ledger.weight_version
         self._put_out = {}
+        with state.spans(TRAIN, SYNC, step=state.ledger.step, weight_version=version):
+            await self._update(version)
+
+    async def _update(self, version: int) -> None:
+        state = self._state
         state.sync_begins()
         if self._drain:
-            await self._wait_for_requests()
+            with state.spans(TRAIN, "drain", weight_version=version):
+                await self._wait_for_requests()
         try:
             await self._each("pause", self._sync.pause)
             confirmed = await self._each("transfer", lambda: self._transfer(version))
@@ -175,7 +182,8 @@ class WeightUpdates:
         attempts_left = self._attempts
         while True:
             try:
-                return await settle(f"weight_sync.{name}", self._deadline_s, work)
+                with self._state.spans(TRAIN, name):
+                    return await settle(f"weight_sync.{name}", self._deadline_s, work)
             except (TimeoutError, WorkerDied):  # what it did is unknown; nobody is left
                 raise
             except Exception as exc:

@@ -22,6 +22,7 @@ from sc_core.finaliser import BundleFinaliser, Job
 from sc_core.ports import DataPlane, Runner, Trainer
 from sc_core.records import Cut, SampleId, rows_of
 from sc_core.returned import check_rows
+from sc_core.spans import HELD, SAVE, SNAPSHOT, TRAIN, TRAINER, WAITED, Spans
 from sc_core.state import Stopwatch
 
 
@@ -36,6 +37,7 @@ class CheckpointWindow:
         deadlines: DeadlinesConfig,
         runner: Runner,
         take_cut: Callable[[], tuple[Cut, tuple[int, int]]],
+        spans: Spans,
     ) -> None:
         self._barrier = barrier
         self._plane = plane
@@ -45,6 +47,7 @@ class CheckpointWindow:
         self._deadlines = deadlines
         self._runner = runner
         self._take_cut = take_cut  #: with the digests of its groups and records; no await
+        self._spans = spans
         self.timings: Mapping[str, float] = {}  #: of the last save, in seconds
         self._longest_s = 0.0
 
@@ -64,26 +67,30 @@ class CheckpointWindow:
             InventoryMismatch: the data plane's rows are not those of the cut.
             BarrierTimeout, CallTimeout: naming who holds the barrier, or which call hung.
         """
-        lap = Stopwatch()
-        with lap("total_save_seconds"):
-            await self._finaliser.settled()
+        lap, spans = Stopwatch(), self._spans
+        with lap("total_save_seconds"), spans(TRAIN, SAVE, step=step):
+            with spans(TRAIN, "wait for the bundle before", step=step):
+                await self._finaliser.settled()
             began = anyio.current_time()
             disk_s = self._deadlines.disk_s
-            staged = await settle(
-                "staging a bundle", disk_s, lambda: self._runner(self._store.stage, step)
-            )
-            await settle(
-                "trainer.save",
-                self._deadlines.trainer_s,
-                lambda: self._trainer.save(staged.policy_dir),
-            )
+            with spans(TRAIN, "stage", step=step):
+                staged = await settle(
+                    "staging a bundle", disk_s, lambda: self._runner(self._store.stage, step)
+                )
+            with spans(TRAIN, "trainer saves", step=step), spans(TRAINER, "save", step=step):
+                await settle(
+                    "trainer.save",
+                    self._deadlines.trainer_s,
+                    lambda: self._trainer.save(staged.policy_dir),
+                )
             await anyio.lowlevel.checkpoint_if_cancelled()  # the calls before were shielded
-            asked = anyio.current_time()
+            asked, asked_at = anyio.current_time(), spans.now()
             async with self._barrier.checkpoint(
                 f"checkpoint of step {step}", deadline_s=self._deadlines.trainer_s
             ):
                 lap.add("barrier_wait_seconds", anyio.current_time() - asked)
-                with lap("exclusive_hold_seconds"):
+                spans.add(TRAIN, WAITED, asked_at, step=step)
+                with lap("exclusive_hold_seconds"), spans(TRAIN, HELD, step=step):
                     cut, digest = await self._snapshot(staged, lap)
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._finaliser.submit(Job(staged, cut, digest, dict(metrics), ft_only))
@@ -91,15 +98,17 @@ class CheckpointWindow:
         self.timings = lap.seconds
 
     async def _snapshot(self, staged: Staged, lap: Stopwatch) -> tuple[Cut, str]:
-        cut, (groups, records) = self._take_cut()
-        hashing = partial(cut_digest, cut, groups_digest=groups, records_digest=records)
-        digest = await settle(
-            "hashing the cut", self._deadlines.disk_s, lambda: self._runner(hashing)
-        )
+        with self._spans(TRAIN, "cut"):
+            cut, (groups, records) = self._take_cut()
+            hashing = partial(cut_digest, cut, groups_digest=groups, records_digest=records)
+            digest = await settle(
+                "hashing the cut", self._deadlines.disk_s, lambda: self._runner(hashing)
+            )
         call = "data_plane.list_sample_ids"
-        listed = check_rows(
-            await settle(call, self._deadlines.data_plane_s, self._plane.list_sample_ids), call
-        )
+        with self._spans(TRAIN, "list rows"):
+            listed = check_rows(
+                await settle(call, self._deadlines.data_plane_s, self._plane.list_sample_ids), call
+            )
         checked = False
 
         async def check() -> None:
@@ -114,7 +123,7 @@ class CheckpointWindow:
         try:
             async with anyio.create_task_group() as tg:  # nothing changes: both look at the same
                 tg.start_soon(in_tree, check, name="check of the rows")
-                with lap("tq_save_seconds"):
+                with lap("tq_save_seconds"), self._spans(TRAIN, SNAPSHOT, step=cut.step):
                     await in_tree(
                         settle,
                         "data_plane.save_checkpoint",

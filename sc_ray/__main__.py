@@ -160,6 +160,7 @@ def _run(
 ) -> tuple[str, int]:
     from sc_ray.progress import Console, learning_curve
     from sc_ray.setup import Prepared
+    from sc_ray.views import write_views
 
     console = Console(sys.stdout)
     resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
@@ -169,7 +170,12 @@ def _run(
     most = config.cluster.max_controller_restarts
     for restart in range(1, most + 2):
         try:
-            result = _live(signals, config, run, console, prepared, resume)
+            try:
+                result = _live(signals, config, run, console, prepared, resume)
+            except Exception:
+                write_views(run.path, console.say)
+                raise
+            write_views(run.path, console.say)
             break
         except WorkerDied as death:
             signals.unsteer()

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
     started them. `logs / "ray"` becomes a link to what they print.
 
     Raises:
-        ConfigError: it has too few CPUs.
+        ConfigError: it has too few CPUs, in all or on this node. Those of a placement group may
+            be yet to come.
     """
     _be_quiet()
     if config.cluster.address is None and not ray.is_initialized():
@@ -56,7 +57,15 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
             ray.init(
                 address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR
             )
-    check_cpus(config, ray.available_resources().get("CPU", 0.0))
+    if config.cluster.placement == "driver_node":
+        check_cpus(config, ray.available_resources().get("CPU", 0.0))
+    here = living_nodes()[ray.get_runtime_context().get_node_id()]
+    needed, there = config.cpus_needed_here, here["Resources"].get("CPU", 0.0)
+    if there < needed:
+        raise ConfigError(
+            f"the run needs {needed} CPUs of Ray on the driver's node, which has {there:g}: start"
+            f" Ray there with --num-cpus={needed}; they need not be real ones"
+        )
 
 
 def start_local_ray(num_cpus: int, on_exit: ExitStack) -> Path:
@@ -104,6 +113,11 @@ def check_cpus(config: TrainConfig, there: float) -> None:
 def this_node() -> NodeAffinitySchedulingStrategy:
     """For actors that share files with the driver."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def living_nodes() -> dict[str, Mapping[str, Any]]:
+    """What Ray tells of the nodes of its cluster that it takes for alive, by their ids. Blocks."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def kill(actor: Any) -> None:

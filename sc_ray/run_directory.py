@@ -22,6 +22,7 @@ from sc_core import (
 )
 
 CHECKPOINTS, EVENTS, METRICS, LOGS = "checkpoints", "events.jsonl", "metrics.jsonl", "logs"
+SPANS = "spans.jsonl"
 LOCK, STATUS, CONFIG = "lock", "status.json", "config.yaml"
 _AT_MOST_BYTES = 1 << 20
 

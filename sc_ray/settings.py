@@ -86,8 +86,8 @@ class PolicyConfig(_Settings, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
     workers: int = 1
-    """Processes that train, data-parallel, on the driver's node: each takes its share of every
-    batch, and together they make the same steps as one, but for rounding. Can change between
+    """Processes that train, data-parallel, where `cluster.placement` says: each takes its share of
+    every batch, and together they make the same steps as one, but for rounding. Can change between
     restarts."""
     sharding: Sharding = "fsdp2"
     """What each of several workers holds: with `fsdp2` its part of weights, gradients and
@@ -101,7 +101,13 @@ class PolicyConfig(_Settings, frozen=True):
 class GenerationConfig(_Settings, frozen=True):
     """The processes that generate, and what computes in them."""
 
-    workers: int = 1  #: processes that generate
+    workers: int = 1  #: processes that generate, and without which no run starts
+    max_workers: int | None = None
+    """So many there may be, if Ray finds room for them; None: `workers`. Those above `workers` are
+    asked of Ray once the run goes, so that an autoscaler sees the demand. Each joins as soon as
+    there is room, with the current weights; on which nodes, `cluster.placement` says. A run does
+    not need them: it ends as well without, and if a node of theirs is lost, they are awaited
+    anew."""
     engine: str = "torch"
     """What computes in them: `torch`, a small one of our own; `vllm`, where it is installed; or
     `module:Class`, which is called with a `sc_ray.generation.engine.GenerationSpec`."""
@@ -144,12 +150,21 @@ class ClusterConfig(_Settings, frozen=True):
     num_cpus: int = 16
     """Of the Ray that the run starts. Logical: each process takes one, whatever the machine has."""
     storage_units: int = 2  #: processes that hold the rows; can't change between restarts
+    placement: Literal["driver_node", "pack", "spread"] = "driver_node"
+    """Where trainer workers, engines and storage units go. `driver_node`: to the driver's node, all
+    of them. `pack` and `spread`: where a placement group of Ray's has reserved room for each before
+    the first one starts, on as few nodes as possible or over as many. The controller,
+    TransferQueue's index and the first trainer worker, which writes the weights, stay on the
+    driver's node in any case. On each node, this code, the reward and `policy.model.pretrained`
+    must be there by the same paths; so must the run directory, on a filesystem that they share,
+    where there is a storage unit or a trainer worker."""
     address: str | None = None  #: of a running Ray to use instead of starting one; `auto` finds it
     spread_generation: bool = False
-    """Whether generation workers go to any node of the cluster, not only to the driver's. There
-    they get weights through Ray's object store, which needs room for them; this code, the reward
-    and `policy.model.pretrained` must be there by the same paths."""
-    start_deadline_s: float = 600.0  #: of all workers together, until they are up
+    """With the placement `driver_node`: whether generation workers alone go to any node of the
+    cluster. On other nodes than the driver's they get weights through Ray's object store, which
+    needs room for them; code and files must be there as with `spread`."""
+    start_deadline_s: float = 600.0
+    """Of all workers together, until they are up; before that, of the wait for room for them."""
     max_controller_restarts: int = 0
     """How often a start that lost its controller's process ends what is left, restores and goes
     on from the newest bundle by itself. A run that failed by an error is not started again."""
@@ -187,6 +202,12 @@ class TrainConfig(_Settings, frozen=True):
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
+        most = self.generation.max_workers
+        if most is not None and most < self.generation.workers:
+            raise ConfigError(
+                f"generation.max_workers is {most}, less than the {self.generation.workers} of"
+                " generation.workers"
+            )
         at_least = self.async_rl.generation_fleet_health.min_healthy_shards
         if at_least > self.generation.workers:
             raise ConfigError(
@@ -263,6 +284,14 @@ class TrainConfig(_Settings, frozen=True):
         controller = index = 1
         workers = self.policy.workers + self.generation.workers
         return workers + controller + index + self.cluster.storage_units
+
+    @property
+    def cpus_needed_here(self) -> int:
+        """Those of them that must be on the driver's node."""
+        if self.cluster.placement != "driver_node":
+            return 3  # the controller, TransferQueue's index and the first trainer worker
+        elsewhere = self.generation.workers if self.cluster.spread_generation else 0
+        return self.cpus_needed - elsewhere
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -28,12 +28,14 @@ from sc_core import (
     DataPlane,
     JsonlEventLog,
     JsonlMetrics,
+    JsonlSpans,
     Ports,
     ReadyStore,
     RunInUse,
     SentStore,
     SingleController,
     build_sampler,
+    candidates,
     check_capacity,
     check_resume,
     check_scope,
@@ -43,7 +45,7 @@ from sc_core import (
 from sc_ray.actor import SingleControllerActor
 from sc_ray.annotated import plain
 from sc_ray.broadcast import VllmTransport
-from sc_ray.cluster import check_cpus, kill, start_ray, this_node
+from sc_ray.cluster import check_cpus, kill, start_ray
 from sc_ray.generation.engine import GenerationSpec, check_engine
 from sc_ray.generation.fleet import RayFleet
 from sc_ray.generation.health import FleetHealth
@@ -55,9 +57,11 @@ from sc_ray.lazy import much_is_imported
 from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
 from sc_ray.phrasing import Phrasing
+from sc_ray.placement import CONTROLLER, Places, engine_name, reserve, unit_name
 from sc_ray.prompts import HeldOutPrompts, TaskPrompts
-from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS, keep_config
+from sc_ray.run_directory import CHECKPOINTS, EVENTS, LOGS, METRICS, SPANS, keep_config
 from sc_ray.settings import TaskConfig, TrainConfig, to_plain
+from sc_ray.shared_files import Use, check_files
 from sc_ray.tasks import (
     Task,
     guess_digit,
@@ -71,7 +75,7 @@ from sc_ray.tasks import (
 from sc_ray.tasks.jsonl import read_prompts
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.port import RayTrainer
-from sc_ray.trainer.seat import Seat, worker_name
+from sc_ray.trainer.seat import LOOPBACK, Seat, worker_name
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 from sc_ray.weight_transport import WeightFiles
@@ -133,6 +137,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     trainers: Mapping[str, Any]  #: handles of `TrainerActor`s, by name, in the order of ranks
     generation: Mapping[str, Any]  #: handles of `GenerationActor`s, by name
     generation_start: GenerationStart  #: of others like them
+    places: Places
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
 
     def __post_init__(self) -> None:
@@ -170,6 +175,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             opened.callback(events.close)
             metrics = JsonlMetrics(run_dir / METRICS)
             opened.callback(metrics.close)
+            spans = JsonlSpans(run_dir / SPANS, incarnation=events.incarnation)
+            opened.callback(spans.close)
             trainer = RayTrainer(self.trainers)
             parcels = Parcels()
             engines = [
@@ -187,6 +194,8 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 engines,
                 config.async_rl.generation_fleet_health,
                 make=maker.make,
+                optional=optional_engines(config),
+                come=maker.come,
                 start_s=config.cluster.start_deadline_s,
                 in_thread=in_thread,
             )
@@ -201,6 +210,7 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
                 estimator=build_estimator(config),
                 events=events,
                 metrics=metrics,
+                spans=spans,
                 bundles=store if config.checkpointing.enabled else None,
                 validation=build_held_out(self.task),
             )
@@ -249,7 +259,10 @@ def setup_single_controller(
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
         device = trainer_device(config)
-        start, generation = _start_generation(config, prepared, run_id(run_dir), on_exit)
+        places = reserve(config, device, on_exit, say)
+        shares = config.checkpointing.enabled or bool(candidates(run_dir / CHECKPOINTS))
+        _check_files(config, run_dir, places, shares=shares)
+        start, generation = _start_generation(config, prepared, run_id(run_dir), places, on_exit)
         say("starting TransferQueue")
         deadlines = config.async_rl.deadlines
         rows = TransferQueueSpec(
@@ -257,9 +270,9 @@ def setup_single_controller(
             deadline_s=deadlines.data_plane_s,
             snapshot_deadline_s=deadlines.snapshot_s,
         )
-        bootstrap = TransferQueueBootstrap(rows)
+        bootstrap = TransferQueueBootstrap(rows, places)
         on_exit.callback(bootstrap.close)
-        trainers, rendezvous = _start_trainer(config, prepared, rows, device, on_exit)
+        trainers, rendezvous = _start_trainer(config, prepared, rows, device, places, on_exit)
         say("restoring")
         ready = anyio.run(
             partial(
@@ -294,6 +307,7 @@ def setup_single_controller(
         trainers=trainers,
         generation=generation,
         generation_start=start,
+        places=places,
         far=far,
     )
 
@@ -315,10 +329,10 @@ def _become_writer(store: BundleStore, say: Callable[[str], None]) -> None:
 
 
 def start_actor(args: SingleControllerActorArgs, on_exit: ExitStack) -> Any:
-    """The actor's handle. It runs on this node: it shares the run directory and memory files."""
+    """The actor's handle. It runs on this node: it shares run directory and memory with others."""
     actor = (
         ray.remote(SingleControllerActor)
-        .options(num_cpus=1, max_restarts=0, scheduling_strategy=this_node())
+        .options(num_cpus=1, max_restarts=0, scheduling_strategy=args.places.of(CONTROLLER))
         .remote(args)
     )
     on_exit.callback(kill, actor)
@@ -393,6 +407,12 @@ def build_estimator(config: TrainConfig) -> AdvantageEstimator:
     )
 
 
+def optional_engines(config: TrainConfig) -> list[str]:
+    """Names of those that join once there is room for them."""
+    most = config.generation.max_workers or config.generation.workers
+    return [engine_name(rank) for rank in range(config.generation.workers, most)]
+
+
 def build_weight_sync(
     config: TrainConfig, trainer: RayTrainer, engines: Sequence[RayEngine], run_id: str
 ) -> EngineWeightSync[RayEngine]:
@@ -427,10 +447,29 @@ _TURNS = 8
 # workers -------------------------------------------------------------------------------
 
 
+def _check_files(config: TrainConfig, run_dir: Path, places: Places, *, shares: bool) -> None:
+    """Storage units write their part of a bundle, and read it, as trainer workers read theirs."""
+    here = places.nodes[CONTROLLER]
+    units = {unit_name(rank) for rank in range(config.cluster.storage_units)}
+    trainers = {worker_name(rank) for rank in range(config.policy.workers)}
+    uses: dict[str, Use] = {}
+    for name, node in places.nodes.items():
+        if node != here:
+            use = uses.setdefault(node, Use())
+            use.processes.append(name)
+            use.shares |= shares and name in units | trainers
+            use.writes |= shares and name in units
+    if uses:
+        model = config.policy.model.pretrained and os.path.abspath(config.policy.model.pretrained)
+        deadline_s = config.cluster.start_deadline_s
+        check_files(run_dir, uses, model=model or None, deadline_s=deadline_s)
+
+
 def _start_generation(
     config: TrainConfig,
     prepared: Prepared,
     run_id: str,
+    places: Places,
     on_exit: ExitStack,
 ) -> tuple[GenerationStart, dict[str, Any]]:
     spec = GenerationSpec(
@@ -450,12 +489,10 @@ def _start_generation(
         weight_transfer=config.generation.weight_transfer,
         vllm=config.generation.vllm,
     )
-    start = GenerationStart(
-        spec=spec, spread=config.cluster.spread_generation, gpus=config.generation.gpus
-    )
+    start = GenerationStart(spec=spec, places=places, gpus=config.generation.gpus)
     actors: dict[str, Any] = {}
     for rank in range(config.generation.workers):
-        name = f"generation-{rank}"
+        name = engine_name(rank)
         actors[name] = start.start(name)
         on_exit.callback(kill, actors[name])
     return start, actors
@@ -466,6 +503,7 @@ def _start_trainer(
     prepared: Prepared,
     rows: TransferQueueSpec,
     device: str,
+    places: Places,
     on_exit: ExitStack,
 ) -> tuple[dict[str, Any], Rendezvous | None]:
     workers = config.policy.workers
@@ -488,16 +526,19 @@ def _start_trainer(
         start_s, call_s = config.cluster.start_deadline_s, config.async_rl.deadlines.trainer_s
         from sc_ray.trainer.peers import Rendezvous  # torch comes with it
 
-        rendezvous = Rendezvous(workers, start_s=start_s, call_s=call_s)
+        names = [worker_name(rank) for rank in range(workers)]
+        one_node = len({places.nodes[name] for name in names}) == 1
+        host = LOOPBACK if one_node else ray.util.get_node_ip_address()
+        rendezvous = Rendezvous(workers, host=host, start_s=start_s, call_s=call_s)
         on_exit.callback(rendezvous.close)
         seats = list(rendezvous.seats)
-    started = TrainerActor.options(
-        scheduling_strategy=this_node(), num_gpus=1 if device == "cuda" else 0
-    )
     actors: dict[str, Any] = {}
     for rank, seat in enumerate(seats):
         name = worker_name(rank)
-        actors[name] = started.remote(spec, seat)
+        where = TrainerActor.options(
+            scheduling_strategy=places.of(name), num_gpus=1 if device == "cuda" else 0
+        )
+        actors[name] = where.remote(spec, seat)
         on_exit.callback(kill, actors[name])
     return actors, rendezvous
 

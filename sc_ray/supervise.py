@@ -193,7 +193,8 @@ class _View:
             if self._away.get(engine) != told:
                 self._console.say(f"{engine} is {told}")
         for engine in self._away.keys() & set(status["engines"]):
-            self._console.say(f"{engine} is back")
+            came = "has joined" if self._away[engine].startswith("awaited") else "is back"
+            self._console.say(f"{engine} {came}")
         self._away = away
 
     def _warn(self, status: Mapping[str, Any]) -> None:

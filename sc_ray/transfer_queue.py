@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,23 +32,21 @@ from sc_core import (
     settle,
 )
 from sc_ray.bridge import LoopThread, await_future, result_within, within
+from sc_ray.cluster import this_node
 from sc_ray.lazy import lazy
+from sc_ray.placement import INDEX, Places, unit_name
+from sc_ray.store_actors import StoreActors, is_there, unit_actors
 
 if TYPE_CHECKING:
     import torch
-    import transfer_queue
 
     from sc_ray import partition
 else:
     torch = lazy("torch")
-    transfer_queue = lazy("transfer_queue")
     partition = lazy("sc_ray.partition")
 
 R = TypeVar("R")
 Work = Callable[[], Coroutine[Any, Any, R]]
-
-
-logger = logging.getLogger(__name__)
 
 
 class TransferQueueSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,19 +215,23 @@ class TransferQueueBootstrap(_Client):
     does. A client opened before a load sees the restored rows.
     """
 
-    def __init__(self, spec: TransferQueueSpec) -> None:
+    def __init__(self, spec: TransferQueueSpec, places: Places | None = None) -> None:
         """Start TransferQueue and connect. Blocks for some 10 s: call it outside the event loop.
+
+        Args:
+            places: for its actors; None: they go to this node.
 
         Raises:
             DataPlaneError: Ray isn't running, or has a TransferQueue already.
             ConfigError: Ray has too few CPUs for its actors.
             CallTimeout: they were not up by the deadline.
         """
-        _start(spec)
+        self._places = places
+        self._actors = _start(spec, places)
         try:
             super().__init__(spec)
         except BaseException:
-            _stop_quietly(spec)
+            self._actors.kill()
             raise
 
     def __enter__(self) -> TransferQueueBootstrap:
@@ -303,12 +303,12 @@ class TransferQueueBootstrap(_Client):
         """Stop TransferQueue, for every process. Blocks; may be called again."""
         if self._loop is not None:
             self._close()
-            _stop(self.spec)
+            self._actors.stop(self.spec.start_deadline_s)
 
     def _rebuild(self) -> None:
         self._close()
-        _stop(self.spec)
-        _start(self.spec)
+        self._actors.stop(self.spec.start_deadline_s)
+        self._actors = _start(self.spec, self._places)
         self._open()
 
 
@@ -365,11 +365,9 @@ def processes_of(spec: TransferQueueSpec) -> dict[str, Any]:
     Raises:
         WorkerDied: one is not there.
     """
-    wanted: dict[str, tuple[str, str | None]] = {
-        "TransferQueue's index": (partition.CONTROLLER, partition.NAMESPACE)
-    }
-    for rank, name in enumerate(_unit_names(spec)):
-        wanted[f"TransferQueue's storage unit {rank}"] = (name, None)
+    wanted: dict[str, tuple[str, str | None]] = {INDEX: (partition.CONTROLLER, partition.NAMESPACE)}
+    for rank, name in enumerate(unit_actors(spec.storage_units)):
+        wanted[unit_name(rank)] = (name, None)
     found = {}
     for shown, (name, namespace) in wanted.items():
         try:
@@ -389,66 +387,19 @@ async def _translated(call: str, work: Callable[[], Awaitable[R]]) -> R:
         raise DataPlaneError(f"{call}: {exc}") from exc
 
 
-def _start(spec: TransferQueueSpec) -> None:
+def _start(spec: TransferQueueSpec, places: Places | None) -> StoreActors:
     if not ray.is_initialized():
         raise DataPlaneError("TransferQueue needs Ray: call ray.init() first")
-    if _is_there(partition.CONTROLLER, partition.NAMESPACE):
+    if is_there(partition.CONTROLLER, partition.NAMESPACE):
         raise DataPlaneError("this Ray cluster has a TransferQueue already, and it can't have two")
-    needed, there = spec.storage_units + 1, ray.cluster_resources().get("CPU", 0)
-    if there < needed:  # TransferQueue would wait for ever
-        raise ConfigError(
-            f"{spec.storage_units} storage units need {needed} CPUs and Ray has {there:g}: "
-            f"start Ray with a larger num_cpus, which need not be real ones"
-        )
-    # Left alone, it puts units on every node in turn, whether a CPU is free there or not. And all
-    # write their snapshot into one directory.
-    units = {
-        "num_data_storage_units": spec.storage_units,
-        "required_node_resource": _this_node_alone(),
-    }
-    config = {"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": units}}
-    try:
-        within(spec.start_deadline_s, "starting TransferQueue", lambda: transfer_queue.init(config))
-    except BaseException:
-        _stop_quietly(spec)
-        raise
-
-
-def _this_node_alone() -> str:
-    """A resource that Ray gives to this node, and to no other: being the head, or its address."""
-    here = ray.get_runtime_context().get_node_id()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-    head = "node:__internal_head__"
-    return head if head in node["Resources"] else f"node:{node['NodeManagerAddress']}"
-
-
-def _stop_quietly(spec: TransferQueueSpec) -> None:
-    """Tidy up after an error, which says more than one of this."""
-    try:
-        _stop(spec)
-    except Exception as exc:
-        logger.warning("after a failed start: %s", exc)
-
-
-def _stop(spec: TransferQueueSpec) -> None:
-    """End the actors, and wait until their names are free: a start would else find them dying."""
-    within(spec.start_deadline_s, "stopping TransferQueue", transfer_queue.close)
-    give_up = time.monotonic() + spec.start_deadline_s
-    while _is_there(partition.CONTROLLER, partition.NAMESPACE) or any(
-        _is_there(name, None) for name in _unit_names(spec)
-    ):
-        if time.monotonic() > give_up:
-            raise CallTimeout("stopping TransferQueue", spec.start_deadline_s)
-        time.sleep(0.02)
-
-
-def _unit_names(spec: TransferQueueSpec) -> list[str]:
-    return [f"TransferQueueStorageUnit#{rank}" for rank in range(spec.storage_units)]
-
-
-def _is_there(name: str, namespace: str | None) -> bool:
-    try:
-        ray.get_actor(name, namespace=namespace)
-    except ValueError:
-        return False
-    return True
+    if places is None:
+        needed, there = spec.storage_units + 1, ray.cluster_resources().get("CPU", 0)
+        if there < needed:
+            raise ConfigError(
+                f"{spec.storage_units} storage units need {needed} CPUs and Ray has {there:g}: "
+                f"start Ray with a larger num_cpus, which need not be real ones"
+            )
+        units: list[Any] = [this_node()] * spec.storage_units
+        return StoreActors(this_node(), units, deadline_s=spec.start_deadline_s)
+    units = [places.of(unit_name(rank)) for rank in range(spec.storage_units)]
+    return StoreActors(places.of(INDEX), units, deadline_s=spec.start_deadline_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from sc_core import (
     WorkerDied,
@@ -39,6 +39,11 @@ def died(worker: str, report: RayActorError) -> WorkerDied:
         reason.insert(0, line)
     start = "it could not start: " if report.actor_init_failed else ""
     told = " ".join(reason).partition(" Some common causes include")[0].strip()
+    if isinstance(report, ActorUnavailableError):
+        cause = told.partition("unavailable: ")[2].removeprefix(
+            "The actor is temporarily unavailable:"
+        )
+        told = f"it can't be reached, as if its node were gone: {cause.partition(' rpc_code')[0]}"
     if not told:  # of a node that has fallen silent Ray has indented lines only
         told = str(report).strip().splitlines()[-1].strip() if str(report).strip() else "it is gone"
     return WorkerDied(worker, start + told)

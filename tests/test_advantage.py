@@ -31,6 +31,7 @@ from sc_core.ledger import Ledger
 from sc_core.ports import AdvantageEstimator, Runner
 from sc_core.records import Batch, Group, Prompt, PulledPrompt, Sample, Stamp, group_id, sample_ids
 from sc_core.rows import Rows
+from sc_core.spans import Spans
 from sc_core.testing import LeaveOneOut, MeanBaseline, MemoryDataPlane, MemoryRun, MemoryStore
 from sc_core.verify import candidates, verify
 
@@ -109,7 +110,9 @@ class Stage:
     async def run(self, runner: Runner = inline) -> dict[int, list[float]]:
         rows = Rows(self.plane, self.barrier, DeadlinesConfig())
         self.plane.told.clear()
-        stage = AdvantageStage(rows, self.barrier, self.estimator, runner, deadline_s=60.0)
+        stage = AdvantageStage(
+            rows, self.barrier, self.estimator, runner, deadline_s=60.0, spans=Spans()
+        )
         await MemoryDataPlane(self.store).put_samples(
             self.batch.sample_ids, {"reward": self._rewards}
         )

@@ -13,7 +13,7 @@ from sc_core.calls import inline
 from sc_core.config import ControllerConfig
 from sc_core.controller import Ports, RunResult, SingleController
 from sc_core.events import Event
-from sc_core.ports import AdvantageEstimator, DataPlane, GroupFilter, Runner, Sampler
+from sc_core.ports import AdvantageEstimator, DataPlane, GroupFilter, Runner, Sampler, SpanSink
 from sc_core.restore import ReadyStore, restore
 from sc_core.testing.data_plane import Hooks, MemoryBootstrap, MemoryDataPlane, MemoryStore
 from sc_core.testing.disk import MemoryDisk
@@ -78,6 +78,7 @@ class MemoryRun:
         self._has_turns = turns
         self.resume: Literal["auto", "never"] | Path = "auto"
         self.runner: Runner = inline
+        self.spans: Callable[[str], SpanSink] | None = None  #: makes a life's, of its incarnation
         self.log = MemoryEventLog()
         self.disk = MemoryDisk()
         self.lives = 0
@@ -127,6 +128,7 @@ class MemoryRun:
             sampler=self.sampler,
             validation=None if self.held_out is None else ListValidation(self.held_out),
             fleet=self.engines if self.replaceable else None,
+            spans=None if self.spans is None else self.spans(self.log.incarnation),
             turns=self.turns,
         )
         controller = SingleController(

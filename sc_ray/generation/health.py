@@ -3,6 +3,9 @@
 It is a task beside the controller, on the same event loop. An engine is `serving` until probes
 fail (`quarantined`, and back once they succeed), or until it dies: then it is `restarting`, or
 `out`. None serves before it has confirmed the current weights.
+
+A run may have engines that it can do without: each is `awaited` until there is room for it, and
+again when its node is lost.
 """
 
 from __future__ import annotations
@@ -26,11 +29,18 @@ from sc_ray.weight_transport import Engine
 logger = logging.getLogger(__name__)
 _BACKOFF_S = 1.0  #: before the second restart of an engine; doubles with each further one
 _MAX_BACKOFF_S = 60.0
+_NO_ROOM = "there is no room for it yet"
 
 
 class ProbedEngine(Engine, Protocol):
     async def check(self) -> None:
         """Raises WorkerDied if it is dead; any other error is a failed probe."""
+
+    async def ready(self) -> None:
+        """Return once it can take weights. Raises if it never will."""
+
+    async def node_is_gone(self) -> bool:
+        """Whether it has died with the node that it was on, as far as one can tell."""
 
     def end(self) -> None:
         """End its process, if there is one. May block for a moment."""
@@ -76,6 +86,8 @@ class FleetHealth(Generic[E]):
 
     Args:
         make: a new engine of that name, once it is up. It is given the time of `start_s`.
+        optional: names of engines that the run can do without, and that need not come.
+        come: the process of a new one of them, once there is room for it. It is given all time.
         start_s: from the start of a new engine until it serves; and for one that comes back from
             quarantine.
         in_thread: runs `ProbedEngine.end`.
@@ -88,15 +100,19 @@ class FleetHealth(Generic[E]):
         settings: GenerationFleetHealthConfig,
         *,
         make: Callable[[str], Awaitable[E]],
+        optional: Sequence[str] = (),
+        come: Callable[[str], Awaitable[E]] | None = None,
         start_s: float,
         in_thread: Callable[[Callable[[], None]], Awaitable[None]],
     ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._make = make
+        self._come = come or make
         self._start_s = start_s
         self._in_thread = in_thread
-        self._shards = {engine.name: _Shard(engine) for engine in engines}
+        self._shards = {engine.name: _Shard(engine.name, engine) for engine in engines}
+        self._shards |= {name: _Shard[E](name) for name in optional}
         self._reports: Run | None = None
 
     async def run(self, reports: Run) -> None:
@@ -104,7 +120,7 @@ class FleetHealth(Generic[E]):
         self._reports = reports
         async with anyio.create_task_group() as tg:
             for shard in self._shards.values():
-                tg.start_soon(self._look_after, shard, name=f"health of {shard.engine.name}")
+                tg.start_soon(self._look_after, shard, name=f"health of {shard.name}")
             await reports.stop_requested()
             self._fleet.stop_waiting()
 
@@ -138,6 +154,8 @@ class FleetHealth(Generic[E]):
         return self.expected() > 0
 
     def _will_serve(self, shard: _Shard[E]) -> bool:
+        if shard.optional:
+            return shard.state == "quarantined" and shard.death is None
         if shard.death is not None:
             return self._restarts and shard.restarts < self._settings.max_restart_attempts_per_shard
         return shard.state in ("quarantined", "restarting")
@@ -150,23 +168,25 @@ class FleetHealth(Generic[E]):
 
     async def _look_after(self, shard: _Shard[E]) -> None:
         interval_s = self._settings.probe_interval_s if self._settings.enabled else math.inf
+        if shard.optional:
+            await self._follow_rule(shard, _NO_ROOM)
         while shard.state != "out":
             with anyio.move_on_after(interval_s):
                 await shard.noticed.wait()
             if shard.death is not None:
                 await self._follow_rule(shard, shard.death)
             else:
-                await self._probe(shard)
+                await self._probe(shard, shard.alive)
 
-    async def _probe(self, shard: _Shard[E]) -> None:
+    async def _probe(self, shard: _Shard[E], engine: E) -> None:
         timeout_s = self._settings.probe_timeout_s
         failure = f"no answer within {timeout_s:g} s"
         try:
             with anyio.move_on_after(timeout_s):
-                await shard.engine.check()
+                await engine.check()
                 failure = ""
         except WorkerDied as death:
-            self.died(shard.engine, death.reason)
+            self.died(engine, death.reason)
         except Exception as exc:  # whatever it is, the probe has failed
             failure = f"{type(exc).__name__}: {exc}"
         if shard.death is not None or not shard.in_use:
@@ -181,7 +201,7 @@ class FleetHealth(Generic[E]):
             shard.failed = 0  # it has its own deadlines, and an engine that loads is busy
             return
         shard.passed, shard.failed = 0, shard.failed + 1
-        threshold, name = self._settings.unhealthy_threshold, shard.engine.name
+        threshold, name = self._settings.unhealthy_threshold, shard.name
         told = f"{shard.failed} probes failed: {failure}"
         if shard.state == "quarantined":
             if shard.failed >= 2 * threshold:
@@ -196,10 +216,10 @@ class FleetHealth(Generic[E]):
             try:
                 await self._join(shard)
             except WorkerDied as death:
-                self.died(shard.engine, death.reason)
+                self.died(shard.alive, death.reason)
             except Exception as exc:  # it stays where it is
                 shard.passed = 0
-                logger.warning("%s stays in quarantine: %s", shard.engine.name, exc)
+                logger.warning("%s stays in quarantine: %s", shard.name, exc)
 
     async def _join(self, shard: _Shard[E]) -> None:
         def confirmed(version: int | None) -> None:
@@ -210,42 +230,56 @@ class FleetHealth(Generic[E]):
                 self._is(shard, "quarantined", shard.reason, confirmed=version)
 
         await self._fleet.join(
-            shard.engine, within_s=self._start_s, confirmed=confirmed, overtaken=overtaken
+            shard.alive, within_s=self._start_s, confirmed=confirmed, overtaken=overtaken
         )
 
     # a dead one -------------------------------------------------------------------------
 
     async def _follow_rule(self, shard: _Shard[E], death: str) -> None:
-        name = shard.engine.name
-        if self._restarts:
-            while shard.restarts < self._settings.max_restart_attempts_per_shard:
-                failure = await self._restart(shard, death)
-                if failure is None:
-                    return
-                death = f"{name} could not be restarted: {failure}, after {death}"
+        name, settings = shard.name, self._settings
+        what = "started" if death == _NO_ROOM else "restarted"
+        while (number := await self._next_attempt(shard, death)) is not None:
+            failure = await self._start_anew(shard, death, number)
+            if failure is None:
+                return
+            after = "" if death == _NO_ROOM else f", after {death}"
+            death = f"{name} could not be {what}: {failure}{after}"
         self._fleet.cut_off(name, death)
         self._is(shard, "out", death)
         shard.death = None
         self._fleet.look_again()
-        if self._settings.enabled and self._settings.on_dead_shard == "fail":
+        if settings.enabled and settings.on_dead_shard == "fail" and not shard.optional:
             self._fail(WorkerDied(name, _reason(name, death)))
         self._count_living()
-        await self._in_thread(shard.engine.end)
+        await self._end(shard)
 
-    async def _restart(self, shard: _Shard[E], death: str) -> str | None:
-        """None once a new engine serves; otherwise why it does not."""
+    async def _next_attempt(self, shard: _Shard[E], death: str) -> int | None:
+        """The number of the attempt at a new engine; 0: it counts as none; None: there is none."""
+        if shard.optional and (death == _NO_ROOM or await shard.lost_its_node()):
+            return 0
+        if not self._restarts or shard.restarts >= self._settings.max_restart_attempts_per_shard:
+            return None
         shard.restarts += 1
-        number, most = shard.restarts, self._settings.max_restart_attempts_per_shard
-        name = shard.engine.name
-        self._is(shard, "restarting", f"{death}; restart {number} of {most}")
+        return shard.restarts
+
+    async def _start_anew(self, shard: _Shard[E], death: str, number: int) -> str | None:
+        """None once a new engine serves; otherwise why it does not."""
+        name, most = shard.name, self._settings.max_restart_attempts_per_shard
+        told = f"{death}; restart {number} of {most}" if number else death
+        self._is(shard, "awaited" if shard.optional else "restarting", told)
         shard.death, shard.noticed = None, anyio.Event()
         self._fleet.cut_off(name, death)
-        await self._in_thread(shard.engine.end)  # there are no two of one name
+        await self._end(shard)  # there are no two of one name
         if number > 1:
             await anyio.sleep(min(_BACKOFF_S * 2.0 ** (number - 2), _MAX_BACKOFF_S))
         try:
+            if shard.optional:
+                shard.engine = await self._come(name)
             with anyio.move_on_after(self._start_s) as in_time:
-                shard.engine = await self._make(name)
+                if shard.optional:
+                    await shard.alive.ready()
+                else:
+                    shard.engine = await self._make(name)
                 await self._join(shard)
                 return None
             assert in_time.cancelled_caught
@@ -253,8 +287,14 @@ class FleetHealth(Generic[E]):
         except Exception as exc:  # the next attempt may do better
             return str(exc)
 
+    async def _end(self, shard: _Shard[E]) -> None:
+        engine, shard.engine = shard.engine, None
+        if engine is not None:
+            await self._in_thread(engine.end)
+
     def _count_living(self) -> None:
-        at_least, shards = self._settings.min_healthy_shards, self._shards.values()
+        at_least = self._settings.min_healthy_shards
+        shards = [shard for shard in self._shards.values() if shard.state != "awaited"]
         living = sum(shard.state != "out" for shard in shards)
         if living >= at_least:
             return
@@ -280,8 +320,8 @@ class FleetHealth(Generic[E]):
         shard.passed = 0
         if now == "serving":
             shard.failed = 0
-        logger.info("engine %s is %s%s", shard.engine.name, now, f": {reason}" if reason else "")
-        self._reports.engine_is(shard.engine.name, now, reason, confirmed=confirmed)
+        logger.info("engine %s is %s%s", shard.name, now, f": {reason}" if reason else "")
+        self._reports.engine_is(shard.name, now, reason, confirmed=confirmed)
 
     def _fail(self, error: WorkerDied) -> None:
         assert self._reports is not None
@@ -291,14 +331,26 @@ class FleetHealth(Generic[E]):
 class _Shard(Generic[E]):
     """One engine by its name, and those that come after it."""
 
-    def __init__(self, engine: E) -> None:
-        self.engine = engine
-        self.state: EngineState = "serving"
+    def __init__(self, name: str, engine: E | None = None) -> None:
+        self.name = name
+        self.engine = engine  #: None: there is none, or it was ended
+        self.optional = engine is None
+        self.state: EngineState = "awaited" if self.optional else "serving"
         self.reason = ""  #: for its state
         self.death: str | None = None  #: that the rule was not followed for yet
         self.noticed = anyio.Event()
         self.failed = self.passed = 0  #: probes in a row
         self.restarts = 0
+
+    @property
+    def alive(self) -> E:
+        """The engine, where there is one."""
+        assert self.engine is not None
+        return self.engine
+
+    async def lost_its_node(self) -> bool:
+        """Whether the engine went down with its node."""
+        return self.engine is not None and await self.engine.node_is_gone()
 
     @property
     def in_use(self) -> bool:

@@ -23,9 +23,10 @@ from sc_core import (
     Sample,
     ScError,
     WorkerDied,
+    in_thread,
 )
 from sc_ray.bridge import await_future
-from sc_ray.cluster import kill
+from sc_ray.cluster import kill, living_nodes
 from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import Example, Rollouts
 from sc_ray.parcels import Parcels
@@ -41,14 +42,23 @@ class RayEngine:
 
     Args:
         parcels: for a worker on another node, which gets weights through them and not by path.
+        node: id of the node that it is on, if that is known.
 
     Raises:
         WorkerDied: from every coroutine, once the worker's process is gone.
     """
 
-    def __init__(self, actor: Any, *, name: str, parcels: Parcels | None = None) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        name: str,
+        parcels: Parcels | None = None,
+        node: str | None = None,
+    ) -> None:
         self.name = name
         self._actor = actor
+        self._node = node
         self._parcels = parcels
 
     @property
@@ -101,6 +111,10 @@ class RayEngine:
             raise
         except Exception as exc:  # the worker's own
             raise WorkerDied(self.name, f"its engine: {type(exc).__name__}: {exc}") from exc
+
+    async def node_is_gone(self) -> bool:
+        """Whether Ray has given up the node that the worker is, or was, on."""
+        return self._node is not None and self._node not in await in_thread(living_nodes)
 
     def end(self) -> None:
         """End the worker's process, if it is still there."""

@@ -10,11 +10,12 @@ import ray
 from sc_core import (
     in_thread,
 )
-from sc_ray.cluster import kill, this_node
+from sc_ray.cluster import kill
 from sc_ray.generation.engine import GenerationSpec
 from sc_ray.generation.port import RayEngine
 from sc_ray.generation.worker import GenerationActor
 from sc_ray.parcels import Parcels
+from sc_ray.placement import Places
 
 
 class GenerationStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,12 +23,13 @@ class GenerationStart(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: GenerationSpec
     gpus: float  #: of Ray, for each
-    spread: bool  #: over the nodes of the cluster; otherwise on the driver's, with the controller
+    places: Places
 
     def start(self, name: str) -> Any:
         """The handle of a new `GenerationActor`, which is not up yet. It ends with this process."""
-        where = "SPREAD" if self.spread else this_node()
-        options = GenerationActor.options(scheduling_strategy=where, num_gpus=self.gpus)
+        options = GenerationActor.options(
+            scheduling_strategy=self.places.of(name), num_gpus=self.gpus
+        )
         return options.remote(self.spec, name)
 
 
@@ -47,16 +49,40 @@ class EngineMaker:
         Raises:
             ConfigError, WorkerDied: it did not come up.
         """
-        actor = await in_thread(self._start.start, name)
-        self._made.append(actor)
+        actor = await self._begin(name)
         engine = RayEngine(actor, name=name)
         try:
             await engine.ready()
-            far = await engine.node_id() != ray.get_runtime_context().get_node_id()
+            return await self._placed(actor, engine)
         except BaseException:
             engine.end()
             raise
-        return RayEngine(actor, name=name, parcels=self._parcels) if far else engine
+
+    async def come(self, name: str) -> RayEngine:
+        """A worker whose process is up: Ray has found room for it, however long that took.
+
+        A cancel, and an error, end it; also one that still waits for room.
+
+        Raises:
+            WorkerDied: it did not come up.
+        """
+        actor = await self._begin(name)
+        engine = RayEngine(actor, name=name)
+        try:
+            return await self._placed(actor, engine)
+        except BaseException:
+            engine.end()
+            raise
+
+    async def _begin(self, name: str) -> Any:
+        actor = await in_thread(self._start.start, name)
+        self._made.append(actor)
+        return actor
+
+    async def _placed(self, actor: Any, engine: RayEngine) -> RayEngine:
+        node = await engine.node_id()
+        far = node != ray.get_runtime_context().get_node_id()
+        return RayEngine(actor, name=engine.name, parcels=self._parcels if far else None, node=node)
 
     def close(self) -> None:
         """End all that were made."""

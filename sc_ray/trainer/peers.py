@@ -11,6 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+import ray
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -19,26 +21,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sc_core import (
     ScError,
 )
-from sc_ray.trainer.seat import PeerFailed, Seat, worker_name
+from sc_ray.trainer.seat import LOOPBACK, PeerFailed, Seat, worker_name
 
 R = TypeVar("R")
-_LOOPBACK = "127.0.0.1"
 
 
 class Rendezvous:
-    """Where the workers of one node find each other: a port that the system chose, on loopback.
+    """Where the workers find each other: a port that the system chose, on loopback.
 
     Belongs to the driver. Close it once the workers have ended.
+
+    Args:
+        host: an address of this node that the others reach, if there are workers on others.
     """
 
-    def __init__(self, workers: int, *, start_s: float = 600.0, call_s: float = 1800.0) -> None:
-        listening = socket.socket()
-        listening.bind((_LOOPBACK, 0))
+    def __init__(
+        self,
+        workers: int,
+        *,
+        host: str = LOOPBACK,
+        start_s: float = 600.0,
+        call_s: float = 1800.0,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
         listening.listen(max(workers, 16))
+        self._host = host
         self._port: int = listening.getsockname()[1]
         self._workers, self._start_s, self._call_s = workers, start_s, call_s
         self._store: TCPStore | None = TCPStore(
-            _LOOPBACK,
+            host,
             self._port,
             is_master=True,
             wait_for_workers=False,
@@ -53,6 +65,7 @@ class Rendezvous:
                 rank=rank,
                 workers=self._workers,
                 port=self._port,
+                host=self._host,
                 start_s=self._start_s,
                 call_s=self._call_s,
             )
@@ -82,9 +95,9 @@ class Peers:
             ScError: some were not up by `Seat.start_s`; it names them.
         """
         self.rank, self.workers = seat.rank, seat.workers
-        _stay_on_this_node()
+        _choose_network(seat.host)
         start = datetime.timedelta(seconds=seat.start_s)
-        store = TCPStore(_LOOPBACK, seat.port, is_master=False, timeout=start)
+        store = TCPStore(seat.host, seat.port, is_master=False, timeout=start)
         store.set(_up(seat.rank), "")
         try:
             store.wait([_up(rank) for rank in range(seat.workers)], start)
@@ -140,10 +153,21 @@ class Peers:
         dist.destroy_process_group()
 
 
-def _stay_on_this_node() -> None:
+def _choose_network(host: str) -> None:
     """gloo would listen at the address that this machine's name stands for."""
-    names = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(names, "lo"))
+    address = LOOPBACK if host == LOOPBACK else ray.util.get_node_ip_address()
+    name = interface_of(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an address; None if none does."""
+    name: str
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return None
 
 
 def _up(rank: int) -> str:

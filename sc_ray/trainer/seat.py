@@ -10,6 +10,8 @@ from sc_core import (
     ScError,
 )
 
+LOOPBACK = "127.0.0.1"
+
 
 def worker_name(rank: int) -> str:
     """What a trainer worker is called in errors and logs."""
@@ -21,7 +23,8 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     workers: int  #: how many there are
-    port: int  #: where they meet, on this node
+    port: int  #: where they meet
+    host: str = LOOPBACK  #: address of the node where that is; loopback if all are on it
     start_s: float = 600.0  #: how long to wait for the others to come up
     call_s: float = 1800.0  #: how long to wait for the others in one exchange
 

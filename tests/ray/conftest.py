@@ -17,7 +17,13 @@ import ray
 
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
 
-LONGEST = ("test_parts_die.py", "test_train_command.py", "test_chaos.py", "test_engines.py")
+LONGEST = (
+    "test_parts_die.py",
+    "test_train_command.py",
+    "test_scale_out.py",
+    "test_chaos.py",
+    "test_engines.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,6 +37,7 @@ class Engine:
     def __init__(self, name: str, life: int = 0) -> None:
         self.name, self.life = name, life
         self.mood = "well"  #: or `hangs`, `unreachable`, `dead`
+        self.node_lives = True
         self.ended = False
 
     def __repr__(self) -> str:
@@ -51,6 +52,15 @@ class Engine:
         if self.mood == "dead":
             raise WorkerDied(self.name, "it was killed")
 
+    async def ready(self) -> None:
+        await anyio.sleep(20)
+        if self.mood == "hangs":
+            await anyio.sleep_forever()
+
+    async def node_is_gone(self) -> bool:
+        await anyio.lowlevel.checkpoint()
+        return not self.node_lives
+
     def end(self) -> None:
         self.ended = True
 
@@ -63,7 +73,7 @@ class Engine:
 class World:
     """A fleet, what makes its engines, and who hears of it."""
 
-    def __init__(self, count: int, **settings: Any) -> None:
+    def __init__(self, count: int, optional: tuple[str, ...] = (), **settings: Any) -> None:
         self.syncing = False
         self.version = 7
         self.moves = False  #: the version, while the next engine joins
@@ -74,6 +84,8 @@ class World:
         self.making: Callable[[Engine], Any] = lambda engine: None
         self.join_fails: Exception | None = None
         self.looked = 0
+        self.room = anyio.Event()  #: for one more engine
+        self.coming = 0  #: asked for, without room
         self.waits = True
         self.stopping = anyio.Event()
         engines = [Engine(f"e{number}") for number in range(count)]
@@ -84,6 +96,8 @@ class World:
             engines,
             GenerationFleetHealthConfig(**(SETTINGS | settings)),
             make=self.make,
+            optional=optional,
+            come=self.come,
             start_s=100.0,
             in_thread=self.inline,
         )
@@ -96,6 +110,20 @@ class World:
         engine = Engine(name, 1 + len(self.made))
         self.made.append(engine)
         await anyio.sleep(20)
+        wait = self.making(engine)
+        if wait is not None:
+            await wait
+        return engine
+
+    async def come(self, name: str) -> Engine:
+        engine = Engine(name, 1 + len(self.made))
+        self.coming += 1
+        try:
+            await self.room.wait()
+        finally:
+            self.coming -= 1
+        self.room = anyio.Event()
+        self.made.append(engine)
         wait = self.making(engine)
         if wait is not None:
             await wait
@@ -409,3 +437,111 @@ async def test_by_rule_the_first_death_ends_the_run() -> None:
         assert not world.health.expects_more()
         await anyio.sleep(1)
     assert [str(failure) for failure in world.failures] == ["e1 died: it was killed"]
+
+
+# engines that a run can do without -----------------------------------------------------
+
+AWAITED = "e9 awaited: there is no room for it yet"
+
+
+async def test_one_that_the_run_can_do_without_joins_when_there_is_room_for_it() -> None:
+    world = World(1, ("e9",))
+    async with world.looked_after():
+        await anyio.sleep(50_000)  # far longer than any start may take
+        assert (world.log, world.coming, world.made) == ([AWAITED], 1, [])
+        assert not world.health.expects_more(), "it may never come"
+        world.room.set()
+        await anyio.sleep(22)
+        assert world.log == [AWAITED, "e9 serving at 7", "e9/1 gets requests"]
+        for engine in world.served.values():  # it is looked after as the others are
+            engine.mood = "unreachable"
+        await anyio.sleep(31)
+    assert [line.partition(":")[0] for line in world.log[3:]] == [
+        "e0 quarantined",
+        "e9 quarantined",
+    ]
+    assert world.failures == []
+
+
+async def test_nobody_waits_for_one_that_may_never_come() -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=0)
+    async with world.looked_after():
+        await anyio.sleep(1)
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(1)
+    assert [str(failure) for failure in world.failures] == [
+        "every generation worker died: e0 died: it was killed"
+    ]
+
+
+async def test_one_that_has_joined_counts_as_long_as_it_lives() -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=0)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(1)
+        assert world.failures == [] and list(world.served) == ["e9"]
+        world.health.died(world.served["e9"], "it was killed too")
+        assert not world.health.expects_more()
+        await anyio.sleep(1)
+    assert str(world.failures[0]).startswith("every generation worker died: e0 died: it was killed")
+
+
+async def test_one_that_went_down_with_its_node_is_awaited_anew_as_often_as_that_happens() -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=1, on_dead_shard="leave_out")
+    async with world.looked_after():
+        for life in (1, 2, 3):
+            world.room.set()
+            await anyio.sleep(30)
+            engine = world.served["e9"]
+            assert engine.life == life
+            engine.node_lives = False
+            world.health.died(engine, "its node is gone")
+            await anyio.sleep(1)
+            assert world.log[-1] == "e9 awaited: e9 died: its node is gone"
+            assert (world.coming, engine.ended, list(world.served)) == (1, True, ["e0"])
+    assert world.failures == []
+
+
+@pytest.mark.parametrize("trouble", ["dies", "hangs", "can't start", "can't load"])
+async def test_one_that_fails_on_a_node_that_lives_is_awaited_as_often_as_it_may_be_restarted(
+    trouble: str,
+) -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=2)
+    came: list[float] = []
+
+    def making(engine: Engine) -> Any:
+        came.append(anyio.current_time())
+        world.room.set()
+        engine.mood = {"dies": "dead", "hangs": "hangs"}.get(trouble, "well")
+        if trouble == "can't start":
+            raise WorkerDied(engine.name, "there is no such module")
+
+    world.making = making
+    if trouble == "can't load":
+        world.join_fails = RuntimeError("weights of another model")
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(500)
+    assert len(came) == 3 and world.coming == 0
+    lost_s = {"hangs": 100, "can't start": 0}.get(trouble, 21)
+    gaps = [later - earlier for earlier, later in zip(came, came[1:], strict=False)]
+    assert gaps == [pytest.approx(lost_s), pytest.approx(lost_s + 1)]
+    assert [line.partition(":")[0] for line in world.log] == 3 * ["e9 awaited"] + ["e9 out"]
+    assert world.log[1].startswith("e9 awaited: e9 could not be started: ")
+    assert world.log[1].endswith("; restart 1 of 2")
+    assert [engine.ended for engine in world.made] == 3 * [trouble != "can't start"]
+    assert world.failures == [] and not world.health.expects_more()
+
+
+@pytest.mark.parametrize("settings", [{"on_dead_shard": "fail"}, {"enabled": False}])
+async def test_by_no_rule_does_one_that_the_run_can_do_without_end_it(settings: Any) -> None:
+    world = World(1, ("e9",), **settings)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        world.health.died(world.served["e9"], "it was killed")
+        await anyio.sleep(1000)
+    assert world.log[-1] == "e9 out: e9 died: it was killed"
+    assert world.failures == [] and world.coming == 0

@@ -5,70 +5,35 @@ All runs use one Ray of two nodes. The second node has room for one generation w
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
+from ray_nodes import RayNodes
 
 from sc_core import audit_run
 from sc_ray.chaos import SETTINGS
-from sc_ray.kills import actors_of, descendants
+from sc_ray.kills import actors_of
 from sc_ray.lives import Life, what_is_wrong
 from sc_ray.run_directory import last_report, published
 from sc_ray.stops import Stops
 
 AT_ONCE_S = 60.0
 """Of ending: far below the deadlines of calls, which are what an unnoticed death would run into."""
-HEALTH = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 5000,
-    "health_check_failure_threshold": 3,
-}
-"""Ray gives up a node that is silent after at most 18 s, and not after its usual minute."""
 ATTEMPTS = "async_rl.generation_fleet_health.max_restart_attempts_per_shard"
 KINDS = ("GenerationWorker", "TrainerWorker", "SingleController", "SimpleStorage", "TransferQueue")
 
 
-class TwoNodes:
+class TwoNodes(RayNodes):
     """The second one, `far`, has one CPU."""
 
     def __init__(self) -> None:
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 16, "include_dashboard": False, "_system_config": HEALTH},
-        )
-        self.address = f"cluster.address={self._cluster.address}"
-        self.head = self._raylet(self._cluster.head_node)
-        self.far = self._raylet(self._cluster.add_node(num_cpus=1))
-        self._frozen: set[int] = set()
-
-    @staticmethod
-    def _raylet(node: Any) -> int:
-        return int(node.all_processes["raylet"][0].process.pid)
-
-    def kill_one(self, kind: str) -> None:
-        """SIGKILL a process of the first node."""
-        os.kill(actors_of(self.head, kind)[0], signal.SIGKILL)
-
-    def cut_off_the_other_node(self) -> None:
-        """It goes silent, as behind a broken switch: nothing there ends, and no connection."""
-        self._frozen = descendants(self.far)
-        for pid in self._frozen:
-            os.kill(pid, signal.SIGSTOP)
-
-    def close(self) -> None:
-        for pid in self._frozen:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._cluster.shutdown()
+        super().__init__(16)
+        self.far = self.add(1)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +92,7 @@ def test_a_run_restarts_generation_workers_and_then_does_without_until_the_last(
     nodes.kill_one("GenerationWorker")
     assert life.until(lambda: len(said_to_be(life, "back")) == 1), life.last_line
     steps(life, 3)
-    nodes.cut_off_the_other_node()
+    nodes.cut_off(nodes.far)
     began = time.monotonic()
     assert life.until(lambda: len(said_to_be(life, "restarting")) == 2), life.last_line
     assert time.monotonic() < began + AT_ONCE_S

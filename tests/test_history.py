@@ -1,0 +1,210 @@
+"""What is read back of a run: the numbers of its audit and its metrics, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import EPOCH, RecordedRun, at, long_run, recorded, settings, write_run
+
+from sc_core.audit import audit
+from sc_core.errors import CannotShow
+from sc_core.seeing.history import History, read_history
+from sc_core.seeing.lives import read_lives
+from sc_core.seeing.standing import Prompts
+from sc_core.seeing.thinned import Thinned
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return long_run(tmp_path_factory.mktemp("long"))
+
+
+@pytest.fixture(scope="module")
+def history(run: RecordedRun) -> History:
+    return read_history(run.out)
+
+
+def test_the_numbers_are_those_of_the_audit(run: RecordedRun, history: History) -> None:
+    report = audit(run.log.events)
+    assert report.ok
+    assert history.audit == report
+    assert history.steps == report.step == 200
+    assert {reason: drop.count for reason, drop in history.drops.items()} == report.dropped
+    assert history.staleness.total() == report.trained
+
+
+def test_the_numbers_are_those_of_the_metrics(run: RecordedRun, history: History) -> None:
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in run.rows:
+        by_step[row["step"]] = {**by_step.get(row["step"], {}), **row}
+    effective = [by_step[step] for step in range(1, 201)]
+    assert history.curves.reward.y == [row["train/reward"] for row in effective]
+    assert history.curves.loss.y == [row["train/loss"] for row in effective]
+    assert history.first_rewards == [row["train/reward"] for row in effective[:10]]
+    assert history.last_rewards == [row["train/reward"] for row in effective[-10:]]
+    spent = sum(row["timing/train/total_step_time"] for row in effective)
+    assert sum(history.seconds.values()) == pytest.approx(spent)
+    lag = sum(row["train/staleness_versions_mean"] * row["train/groups"] for row in effective)
+    assert history.staleness_mean == pytest.approx(lag / sum(r["train/groups"] for r in effective))
+    assert history.curves.val_reward.x == list(range(20, 201, 20))
+
+
+def test_restarts_are_those_of_the_log_and_say_what_they_undid(
+    run: RecordedRun, history: History
+) -> None:
+    resumed = [event for event in run.log.events if event.event == "resumed"]
+    assert [life.from_step for life in history.restarts] == [event.step for event in resumed]
+    lives = list(history.lives.all.values())
+    assert [life.steps_undone for life in lives] == [7, 3, 0]
+    assert [life.end for life in lives] == [None, None, "max_steps"]
+    assert len(history.curves.reward_again) == 6 + 3  # the row of step 77 died with its process
+
+
+def test_every_published_bundle_is_a_window_with_its_times(
+    run: RecordedRun, history: History
+) -> None:
+    published = [e.step for e in run.log.events if e.event == "checkpoint"]
+    assert [window.step for window in history.windows if window.published] == published
+    rows = {row["step"]: row for row in run.rows if row["incarnation"] == run.log.incarnation}
+    for window in history.windows:
+        assert window.held_s == pytest.approx(0.82, abs=1e-3)
+        row = rows.get(window.step + 1)
+        if row is not None and window.incarnation == run.log.incarnation:
+            told = row["timing/rollout_checkpoint/total_save_seconds"]
+            assert window.total_s == pytest.approx(told, abs=1e-3)
+    waited = sum(run_waits(run).values())
+    assert history.commit_wait_s == pytest.approx(waited)
+    assert 0 < max(w.commit_wait_s or 0.0 for w in history.windows) <= 0.83
+
+
+def run_waits(run: RecordedRun) -> dict[str, float]:
+    """What the commits of each life had waited when it wrote its last metrics."""
+    return {row["incarnation"]: row["rollout/commit_wait_s"] for row in run.rows}
+
+
+def test_levels_are_never_negative_and_end_as_the_controller_has_them(
+    run: RecordedRun, history: History
+) -> None:
+    prompts = Prompts(read_lives(run.out).cuts)
+    for event in run.log.events:
+        prompts.enter(event)
+        counts = [prompts.places, *(prompts.count(s) for s in ("in flight", "ready", "selected"))]
+        assert min(counts) >= 0
+        assert prompts.places <= 24
+    end = run.end
+    assert end is not None and run.controller is not None
+    assert prompts.places == end.places_held
+    assert prompts.count("ready") == end.committed
+    assert prompts.weight_version == end.weight_version
+    assert set(prompts.live) == {r.ordinal for r in run.controller.ledger_records()}
+
+
+def test_a_resume_brings_back_the_prompts_of_its_cut(run: RecordedRun) -> None:
+    lives = read_lives(run.out)
+    prompts = Prompts(lives.cuts)
+    kept: dict[int, Counter[str]] = {}
+    for event in run.log.events:
+        prompts.enter(event)
+        states = Counter(one.state for one in prompts.live.values())
+        if event.seq in lives.cuts:
+            kept[event.seq] = states
+        if event.event == "resumed":
+            assert event.parent_seq is not None
+            before = kept[event.parent_seq]
+            assert states["ready"] == before["ready"] + before["selected"]
+            assert states["waiting"] == before["waiting"] + before["in flight"]
+
+
+def test_without_spans_the_metrics_tell_of_the_windows(run: RecordedRun, tmp_path: Path) -> None:
+    write_run(tmp_path, run.log.events, run.rows)
+    history = read_history(tmp_path)
+    published = [e.step for e in run.log.events if e.event == "checkpoint"]
+    assert [window.step for window in history.windows] == published
+    told = [window.held_s for window in history.windows if window.held_s is not None]
+    assert len(told) >= len(published) - 3  # the last save of a life has no row after it
+    assert all(held == pytest.approx(0.82) for held in told)
+    assert all(window.commit_wait_s is None for window in history.windows)
+
+
+def test_a_window_whose_bundle_was_never_published_is_told_apart(tmp_path: Path) -> None:
+    async def live(run: RecordedRun) -> None:
+        assert await run.live(lambda event: event.event == "selected" and event.step == 13) is None
+
+    run = recorded(tmp_path, live, config=settings(30))
+    events = [event for event in run.log.events if event.event != "checkpoint"]
+    write_run(tmp_path, events, run.rows)
+    assert [(w.step, w.published) for w in read_history(tmp_path).windows] == [(10, False)]
+
+
+def test_a_killed_run_without_a_bundle_has_a_life_that_does_not_count(tmp_path: Path) -> None:
+    async def live(run: RecordedRun) -> None:
+        assert await run.live(at("trained", 3)) is None
+        assert await run.live() is not None
+
+    history = read_history(recorded(tmp_path, live, config=settings(5)).out)
+    first, second = history.lives.all.values()
+    assert (first.steps_undone, second.steps_undone) == (3, 0)
+    assert history.audit.trained == 20
+    assert history.staleness.total() == 20
+
+
+def test_a_live_run_is_read_as_far_as_it_is(run: RecordedRun, tmp_path: Path) -> None:
+    cut = next(i for i, e in enumerate(run.log.events) if e.event == "trained" and e.step == 31)
+    write_run(tmp_path, run.log.events[:cut], run.rows[:28])
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 29, "t')
+    history = read_history(tmp_path)
+    assert (history.steps, len(history.curves.reward)) == (30, 28)
+    assert history.lives.last.end is None
+
+
+def test_a_run_that_has_just_begun_is_a_history(tmp_path: Path, run: RecordedRun) -> None:
+    write_run(tmp_path, run.log.events[:1], [])
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    history = read_history(tmp_path)
+    assert (history.steps, history.metric_rows, history.windows) == (0, 0, [])
+    assert history.staleness_mean is None
+
+
+def test_where_there_is_no_run_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CannotShow, match=r"has no events\.jsonl: is it the directory of a run"):
+        read_history(tmp_path)
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(CannotShow, match=r"events\.jsonl has no events yet"):
+        read_history(tmp_path)
+
+
+def test_curves_keep_a_bounded_number_of_points_and_the_whole_mean() -> None:
+    curve = Thinned(at_most=2000)
+    for x in range(100_003):
+        curve.add(x, x % 10)
+    assert 1000 <= len(curve) <= 2000
+    assert curve.x == sorted(curve.x)
+    assert curve.each == 64
+    counts = [64] * (len(curve) - 1) + [100_003 - 64 * (len(curve) - 1)]
+    whole = sum(y * n for y, n in zip(curve.y, counts, strict=True))
+    assert whole == pytest.approx(sum(x % 10 for x in range(100_003)))
+
+
+def test_the_levels_of_a_long_run_are_thinned(run: RecordedRun, history: History) -> None:
+    assert len(run.log.events) > 9000
+    assert 0 < len(history.levels.places) <= 2000
+    assert history.levels.places.x[-1] <= history.lives.ended - EPOCH
+
+
+def test_a_number_that_is_none_is_left_out(run: RecordedRun, tmp_path: Path) -> None:
+    write_run(tmp_path, run.log.events[:2000], [])
+    rows = [
+        {"step": 1, "incarnation": "x", "train/reward": None, "train/loss": "high"},
+        {"step": 2, "train/reward": 0.5, "timing/train/total_step_time": 1.0, "train/loss": None},
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(lines + "[1]\nno json\n")
+    history = read_history(tmp_path)
+    assert history.curves.reward.y == [0.5]
+    assert not len(history.curves.loss)

@@ -1,0 +1,184 @@
+"""Spans: what took how long, and that nothing depends on them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import RecordedRun, at, settings
+
+from sc_core import Ports
+from sc_core.ports import SpanSink
+from sc_core.spans import JsonlSpans, Span, Spans, read_spans
+
+pytestmark = pytest.mark.anyio
+
+
+async def recorded(tmp_path: Path, steps: int = 12, **sections: Any) -> list[Span]:
+    run = RecordedRun(tmp_path, settings(steps, **sections), engines=2)
+    assert (await run.live()).step == steps
+    return list(read_spans(tmp_path / "spans.jsonl"))
+
+
+def inside(inner: Span, outer: Span) -> bool:
+    return outer.t <= inner.t and inner.t + inner.duration_s <= outer.t + outer.duration_s + 1e-6
+
+
+async def test_a_step_has_a_span_for_each_of_its_stages(tmp_path: Path) -> None:
+    spans = await recorded(tmp_path)
+    (step,) = [span for span in spans if span.name == "step 5"]
+    assert (step.track, step.step, step.weight_version) == ("train pump", 5, 4)
+    within = [span for span in spans[: spans.index(step) + 1] if inside(span, step)]
+    assert Counter(span.name for span in within if span.track == "train pump") == Counter(
+        ["step 5", "wait for groups", "prepare", "advantage", "microbatches", "finish_step"]
+        + ["clear", "weight sync", "pause", "transfer", "resume"]
+    )
+    trainer = [span.name for span in within if span.track == "trainer"]
+    assert trainer == ["begin_step", "prepare", "train_microbatches", "finish_step"]
+    tracks = {span.track for span in within}
+    assert {"advantage: read", "advantage: estimate", "advantage: write back"} <= tracks
+    assert sum(s.duration_s for s in within if s.name == "microbatches") == pytest.approx(0.5)
+
+
+async def test_a_save_has_a_span_for_its_wait_its_hold_and_what_is_written(tmp_path: Path) -> None:
+    spans = await recorded(tmp_path)
+    (save,) = [s for s in spans if (s.track, s.name, s.step) == ("train pump", "save", 10)]
+    spans = spans[: spans.index(save) + 1]
+    within = [s.name for s in spans if s.track == "train pump" and inside(s, save)]
+    assert within == [
+        "wait for the bundle before", "stage", "trainer saves", "wait for the barrier", "cut",
+        "list rows", "data plane saves", "barrier held alone", "save",
+    ]  # fmt: skip
+
+
+async def test_a_publication_has_spans_of_its_own(tmp_path: Path) -> None:
+    spans = [s for s in await recorded(tmp_path) if s.track == "finaliser"]
+    published = [f"{s.name} {s.step}" for s in spans]
+    assert published == ["finalize_save 10", "publish 10", "finalize_save 12", "publish 12"]
+
+
+async def test_a_sibling_names_its_engine_and_an_evaluation_says_that_it_is_one(
+    tmp_path: Path,
+) -> None:
+    sections = {"grpo": {"val_period": 6}}
+    run = RecordedRun(tmp_path, settings(12, **sections), engines=2, held_out=["a", "b"])
+    await run.live()
+    spans = list(read_spans(tmp_path / "spans.jsonl"))
+    siblings = [span for span in spans if span.track == "engines"]
+    training = [span for span in siblings if span.note is None]
+    assert {span.engine for span in training} == {"engine0", "engine1"}
+    trained = {event.group_id for event in run.log.events if event.event == "trained"}
+    made = {(span.group_id, span.sibling) for span in training}
+    assert {(group, number) for group in trained for number in (0, 1)} <= made
+    assert all(span.name == f"{span.group_id}_g{span.sibling}" for span in siblings)
+    assert len([span for span in siblings if span.note == "evaluation"]) == 4
+    assert [s.step for s in spans if s.name == "evaluation"] == [6, 12]
+
+
+async def test_a_commit_that_waits_for_a_window_says_how_long(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, settings(10))
+
+    await run.live()
+    spans = list(read_spans(tmp_path / "spans.jsonl"))
+    waits = [span for span in spans if span.track == "commits"]
+    held = [span for span in spans if span.name == "barrier held alone"]
+    assert waits
+    assert all(any(inside(wait, hold) for hold in held) for wait in waits)
+    assert sum(span.duration_s for span in waits) == pytest.approx(
+        run.controller._state.commit_wait_s  # type: ignore[union-attr]
+    )
+
+
+async def test_a_prompt_that_waits_says_for_what(tmp_path: Path) -> None:
+    spans = await recorded(tmp_path)
+    waits = Counter(span.name for span in spans if span.track == "rollout pump")
+    assert waits["wait for a place"] or waits["wait for an in-flight slot"]
+    assert all(span.duration_s >= 0 for span in spans)
+
+
+async def test_a_killed_life_leaves_whole_lines_and_the_next_goes_on(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, settings(30))
+    assert await run.live(at("trained", 14)) is None
+    path = tmp_path / "spans.jsonl"
+    steps = [s.step for s in read_spans(path) if s.name.startswith("step ")]
+    assert steps == list(range(1, 14))
+    with path.open("ab") as file:
+        file.write(b'{"track":"train pu')
+    assert (await run.live()).step == 30
+    lives = Counter(s.incarnation for s in read_spans(path) if s.name.startswith("step "))
+    assert list(lives.values()) == [13, 20]
+
+
+class Broken:
+    """A sink whose disk is full."""
+
+    calls = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def add(self, track: str, name: str, began: float, **of: Any) -> None:
+        self.calls += 1
+        raise OSError(28, "No space left on device", "spans.jsonl")
+
+    flush = now
+
+
+async def test_a_sink_that_fails_is_warned_of_once_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    sink = Broken()
+    as_port: SpanSink = sink  # type: ignore[assignment]
+    run = RecordedRun(tmp_path, settings(5))
+    run.spans = lambda incarnation: as_port
+    with caplog.at_level(logging.WARNING, logger="sc_core.spans"):
+        result = await run.run()
+    assert result is not None and result.step == 5
+    assert sink.calls == 1
+    assert [r.getMessage() for r in caplog.records if r.name == "sc_core.spans"] == [
+        "no more spans of this run are recorded: [Errno 28] No space left on device: 'spans.jsonl'"
+    ]
+
+
+def test_without_a_sink_nothing_is_recorded() -> None:
+    spans = Spans(None)
+    assert not spans.on
+    with spans("train pump", "step 1"):
+        pass
+    spans.add("train pump", "step 1", 0.0)
+    spans.flush()
+    assert Ports.__struct_defaults__ and "spans" in Ports.__struct_fields__
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_flush(tmp_path: Path) -> None:
+    sink = JsonlSpans(tmp_path / "missing" / "spans.jsonl", incarnation="a")
+    sink.add("trainer", "save", sink.now())
+    with pytest.raises(OSError, match="missing"):
+        sink.flush()
+    sink.add("trainer", "save", sink.now())
+    sink.close()  # a warning at most
+
+
+def test_spans_wait_in_memory_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    sink = JsonlSpans(path, incarnation="a", now=lambda: 5.0)
+    for _ in range(1023):
+        sink.add("trainer", "prepare", 4.0)
+    assert not path.exists()
+    sink.add("trainer", "prepare", 7.0)  # a clock that was set back: no span is negative
+    sink.close()
+    spans = list(read_spans(path))
+    assert len(spans) == 1024
+    assert (spans[0].duration_s, spans[-1].duration_s) == (1.0, 0.0)
+
+
+def test_lines_that_are_no_spans_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    sink = JsonlSpans(path, incarnation="a")
+    sink.add("trainer", "prepare", sink.now())
+    sink.close()
+    path.write_bytes(b"\0\0\n" + path.read_bytes() + b'{"track":"tra')
+    assert [span.name for span in read_spans(path)] == ["prepare"]
