@@ -34,6 +34,7 @@ from sc_core import (
     open_run,
 )
 from sc_core.records import Prompt
+from sc_core.spans import read_spans
 from sc_core.testing import MemoryBootstrap, MemoryDataPlane, MemoryStore, MemoryTrainer
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +110,7 @@ async def test_a_run_is_stopped_resumed_and_audited_by_its_directory(tmp_path: P
     report = audit_run(run_dir)
     assert report.ok, report.violations
     assert (run_dir / "metrics.jsonl").read_text().count("\n") == STEPS
+    assert len({span.incarnation for span in read_spans(run_dir / "spans.jsonl")}) == 2
     assert [path.name for path in candidates(run_dir / "checkpoints")][0] == f"step_{STEPS}"
 
 
