@@ -142,7 +142,7 @@ async def open_run(
             events=events,
             metrics=metrics,
             spans=spans,
-            bundles=bundles if config.checkpointing.enabled else None,
+            bundles=bundles,
             group_filter=group_filter,
             sampler=sampler,
             validation=validation,

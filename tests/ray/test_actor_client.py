@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from sc_core import (
+    AsyncClient,
     CallTimeout,
     ClientStore,
     ControllerConfig,
@@ -103,18 +105,23 @@ class Client:
         time.sleep(2)
 
 
-def store_of(where: str, **how: Any) -> ClientStore:
-    def build() -> Any:
-        if where == "thread":
-            return ThreadedClient(Client)
-        return ActorClient(ray.remote(num_cpus=0)(Client).remote())
-
-    return ClientStore(build, fields=TensorDictFields(), **how)
+@pytest.fixture(scope="module")
+def actor(local_ray: None) -> Any:
+    """One process with torch for all tests; `close` makes its store a new one."""
+    return ray.remote(num_cpus=0)(Client).remote()
 
 
 @pytest.fixture
-def store(where: str, local_ray: None) -> ClientStore:
-    return store_of(where)
+def new_store(where: str, actor: Any) -> Callable[[], ClientStore]:
+    def build() -> AsyncClient:
+        return ActorClient(actor) if where == "actor" else ThreadedClient(Client)
+
+    return lambda: ClientStore(build, fields=TensorDictFields())
+
+
+@pytest.fixture
+def store(new_store: Callable[[], ClientStore]) -> ClientStore:
+    return new_store()
 
 
 def subject_of(store: ClientStore) -> Subject:
@@ -157,8 +164,12 @@ def test_a_number_per_row_and_a_column_that_is_missing() -> None:
 
 
 async def test_an_actor_that_died_is_named(local_ray: None) -> None:
-    actor = ray.remote(num_cpus=0)(Client).remote()
-    store = ClientStore(lambda: ActorClient(actor, name="rows"), fields=TensorDictFields())
+    class Empty:
+        def list_sample_ids(self, partition_id: str) -> list[str]:
+            return []
+
+    actor = ray.remote(num_cpus=0)(Empty).remote()
+    store = ClientStore(lambda: ActorClient(actor, name="rows"))
     assert await store.is_untouched()
     ray.kill(actor)
     with pytest.raises(WorkerDied, match="rows died"):
@@ -166,14 +177,14 @@ async def test_an_actor_that_died_is_named(local_ray: None) -> None:
             await store.list_sample_ids()
 
 
-async def test_a_call_past_its_deadline_is_named(local_ray: None) -> None:
-    actor = ray.remote(num_cpus=0)(Client).remote()
+async def test_a_call_past_its_deadline_is_named(actor: Any) -> None:
     store = ClientStore(lambda: ActorClient(actor), fields=TensorDictFields(), deadline_s=0.5)
     ray.get(actor.list_sample_ids.remote("rollouts"))  # it is up
     busy = actor.hang.remote()
     with pytest.raises(CallTimeout, match=r"put_samples did not return within 0\.5 s"):
         await store.put_samples(["a"], {"x": [torch.zeros(1)]})
     ray.get(busy)
+    await store.aclose()  # the row has arrived meanwhile
 
 
 class Policy(StepTrainer):
@@ -205,7 +216,7 @@ class Advantages:
 
 @BOTH
 async def test_a_run_that_crashes_and_resumes_is_audited(
-    where: str, local_ray: None, tmp_path: Path
+    new_store: Callable[[], ClientStore], tmp_path: Path
 ) -> None:
     config = decode(
         {
@@ -217,7 +228,7 @@ async def test_a_run_that_crashes_and_resumes_is_audited(
     )  # fmt: skip
 
     async def live(crash_at_step: int | None) -> Policy:
-        async with store_of(where) as store, anyio.create_task_group() as beside:
+        async with new_store() as store, anyio.create_task_group() as beside:
             policy = Policy(store.get_samples, {"rows": 0})
 
             async with open_run(
