@@ -36,10 +36,10 @@ from sc_core.ports import (
 )
 from sc_core.restore import ReadyStore, restore
 from sc_core.samplers import build_sampler, check_capacity
-from sc_core.spans import JsonlSpans
+from sc_core.spans import SPANS, JsonlSpans
 from sc_core.weights import TurnGate
 
-METRICS, SPANS = "metrics.jsonl", "spans.jsonl"
+METRICS = "metrics.jsonl"
 R = TypeVar("R")
 
 
