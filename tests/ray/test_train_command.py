@@ -541,6 +541,10 @@ def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(
     assert status == DONE, output
     assert f"done: step {last} of {last}" in output.splitlines()[-1]
     assert "conservation holds" in audit_of(broken).splitlines()[-1]
+    assert "warning" not in output
+    report, trace = (broken / "report.html").read_text(), (broken / "trace.json").read_text()
+    assert report.count("resumed from step") == 2 and "Every prompt is accounted for" in report
+    assert all(track in trace for track in ("train pump", "generation-0", f"step {last}"))
 
     status, output = start(whole, to_the_end).end()
     assert status == DONE, output
