@@ -504,6 +504,32 @@ async def test_one_that_went_down_with_its_node_is_awaited_anew_as_often_as_that
     assert world.failures == []
 
 
+async def test_what_comes_after_a_lost_node_and_fails_counts() -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=1)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        engine = world.served["e9"]
+        engine.mood = "unreachable"
+        await anyio.sleep(31)
+        assert world.health.expects_more(), "it is quarantined"
+        engine.node_lives = False
+        world.health.died(engine, "its node is gone")
+        assert not world.health.expects_more()
+
+        def fail(engine: Engine) -> None:
+            raise WorkerDied(engine.name, "it can't import sc_ray")
+
+        world.making = fail
+        world.room.set()
+        await anyio.sleep(1)
+        assert world.log[-1].endswith("; restart 1 of 1"), world.log
+        world.room.set()
+        await anyio.sleep(1)
+    assert world.log[-1].startswith("e9 out: e9 could not be restarted: e9 died: it can't import")
+    assert world.failures == []
+
+
 @pytest.mark.parametrize("trouble", ["dies", "hangs", "can't start", "can't load"])
 async def test_one_that_fails_on_a_node_that_lives_is_awaited_as_often_as_it_may_be_restarted(
     trouble: str,
