@@ -220,6 +220,7 @@ class GroupBuilder:
                 end_weight_version=max(self._end_version(sample) for sample in samples),
                 masked=masked,
                 served=_served((s.engine, self._end_version(s)) for s in samples),
+                components=[s.components for s in samples],
             )
 
         section = self._barrier.mutation(f"commit {group_id}")
@@ -252,6 +253,7 @@ class GroupBuilder:
                 rows=[one.sample_id for one in record.finished],
                 masked=masked,
                 served=_served((one.engine, one.end_weight_version) for one in record.finished),
+                components=[one.components for one in record.finished],
             )
         return True
 
@@ -271,6 +273,7 @@ class GroupBuilder:
                     columns=_columns(sample),
                     masked=sample.masked,
                     engine=sample.engine,
+                    components=sample.components,
                 ),
             )
 

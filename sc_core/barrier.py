@@ -81,7 +81,7 @@ class CheckpointBarrier:
     `anyio.current_time`.
     """
 
-    __slots__ = ("_clock", "_closed", "_holders", "_queue")
+    __slots__ = ("_clock", "_closed", "_holders", "_queue", "entered")
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -91,6 +91,7 @@ class CheckpointBarrier:
         self._queue: deque[_Turn] = deque()
         # Invariant: true when a checkpoint holds or somebody queues; a newcomer looks only here.
         self._closed = False
+        self.entered = 0  #: sections so far, both sides together
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -214,6 +215,7 @@ class CheckpointBarrier:
             for section in turn.arrivals:  # ownership moves here, not when the sleepers wake
                 self._holders[section] = now
                 section._held = True
+                self.entered += 1
             turn.opened.set()
         self._closed = bool(self._queue) or self._side() == "checkpoint"
 
@@ -277,6 +279,7 @@ class Section:
     def _grant(self) -> None:
         barrier = self._barrier
         barrier._holders[self] = barrier._clock()
+        barrier.entered += 1
         barrier._closed = barrier._closed or self.side == "checkpoint"
         self._held = True
         self._mark_entered()
@@ -319,6 +322,7 @@ class MutationSection(Section):
             barrier._closed or self._held is not None
         ):
             barrier._holders[self] = barrier._clock()
+            barrier.entered += 1
             self._held = True
             _entered.set(self)
         elif self._may_enter():

@@ -118,6 +118,10 @@ class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     evaluating: int = 0  #: in-flight slots that an evaluation holds or waits for
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
     engines_away: Mapping[str, str] = {}  #: what it is and why, as `restarting: why`
+    barrier_entered: int = 0  #: barrier sections in this process life
+    counters: Mapping[str, int] = {}  #: totals over the effective history, as in `RunResult`
+    trained_by_staleness: Mapping[int, int] = {}
+    """Groups trained in this process life, by how many versions they were behind."""
 
 
 class SingleController:
@@ -330,6 +334,11 @@ class SingleController:
             last_evaluation=(ledger.evaluation and ledger.evaluation.summary) or {},
             evaluating=state.evaluating,
             quiet_s=self._watchdog.quiet_s,
+            barrier_entered=self._barrier.entered,
+            counters=dict(ledger.counters),
+            trained_by_staleness={}
+            if self._pump is None
+            else dict(self._pump.trained_by_staleness),
         )
 
     # the task tree ---------------------------------------------------------------------

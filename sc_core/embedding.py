@@ -36,6 +36,7 @@ from sc_core.ports import (
 )
 from sc_core.restore import ReadyStore, restore
 from sc_core.samplers import build_sampler, check_capacity
+from sc_core.spans import SPANS, JsonlSpans
 from sc_core.weights import TurnGate
 
 METRICS = "metrics.jsonl"
@@ -77,10 +78,10 @@ async def open_run(
             result = await controller.run()
 
     Takes the directory's lock, restores the newest bundle of `checkpoints/` into `store`, and
-    opens `events.jsonl` and `metrics.jsonl`; leaving, in whatever way, closes them and gives the
-    lock back. A cancel while it opens takes effect when the call under way has returned, leaves
-    nothing open, and changes no bundle; the store may have been filled, so a process that tries
-    again discards it, or starts with another.
+    opens `events.jsonl`, `metrics.jsonl` and `spans.jsonl`; leaving, in whatever way, closes them
+    and gives the lock back. A cancel while it opens takes effect when the call under way has
+    returned, leaves nothing open, and changes no bundle; the store may have been filled, so a
+    process that tries again discards it, or starts with another.
 
     Args:
         run_dir: made if it is not there, with mode 0700. `python -m sc_core` reads it.
@@ -129,6 +130,8 @@ async def open_run(
         opened.callback(events.close)
         metrics = await on_disk("reading the metrics of", lambda: JsonlMetrics(run_dir / METRICS))
         opened.callback(metrics.close)
+        spans = JsonlSpans(run_dir / SPANS, incarnation=events.incarnation)
+        opened.callback(spans.close)
         ports = Ports(
             connect=store.connect,
             source=source,
@@ -144,6 +147,7 @@ async def open_run(
             validation=validation,
             fleet=fleet,
             turns=turns,
+            spans=spans,
         )
         return SingleController(config, ready, ports, runner=runner, settings=settings, clock=clock)
 

@@ -264,11 +264,12 @@ class Ledger:
         end_weight_version: int,
         rows: Sequence[SampleId] | None = None,
         masked: Sequence[int] = (),
+        components: Sequence[Mapping[str, float]] = (),
     ) -> Group:
         """In flight to committed; the index has its group, of one row per reward.
 
         `rows` are those of finished siblings; None: those of this attempt. `masked` are the
-        siblings that are not trained on.
+        siblings that are not trained on. `components` are those of each reward, if any has some.
         """
         old = self._in_state("commit", ordinal, "in_flight")
         start = old.start_weight_version
@@ -280,8 +281,9 @@ class Ledger:
         if not rewards:
             raise Conservation(f"commit: group {old.group_id} has no rows")
         group_id = old.group_id
-        counted = [r for n, r in enumerate(rewards) if n not in masked] if masked else rewards
-        counted = counted or rewards
+        counted = [n for n in range(len(rewards)) if n not in masked] or range(len(rewards))
+        names = sorted({name for one in components for name in one})
+        parts = {name: [components[n].get(name, 0.0) for n in counted] for name in names}
         group = Group(
             group_id=group_id,
             ordinal=ordinal,
@@ -290,9 +292,10 @@ class Ledger:
             end_weight_version=end_weight_version,
             commit_seq=self._next_commit_seq,
             target_step=old.target_step,
-            reward=math.fsum(counted) / len(counted),
+            reward=math.fsum(rewards[n] for n in counted) / len(counted),
             tokens=tokens,
             masked=tuple(masked),
+            components={name: math.fsum(values) / len(counted) for name, values in parts.items()},
         )
         self.index.add(group)
         self._put(replace(old, state="committed", finished=()))

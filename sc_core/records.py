@@ -58,6 +58,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Who generated it, by the name that weight syncs know. An audit then wants to see that this
     engine had confirmed `end_weight_version`: let the controller hear of it, by `engine_is`, when
     one joins between syncs."""
+    components: Mapping[str, float] = {}
+    """What the reward is made of, by name, for the metrics `train/reward/NAME` alone."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -73,6 +75,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     reward: float = 0.0  #: mean over the siblings that are not masked; if all are, over all
     tokens: int = 0  #: generated tokens, all siblings together
     masked: tuple[int, ...] = ()  #: siblings that are not trained on, ascending
+    components: Mapping[str, float] = {}  #: of `reward`, likewise means
 
 
 def masks_of(group: Group) -> list[bool]:
@@ -93,6 +96,7 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     columns: tuple[str, ...] = ()  #: names, sorted: all siblings of a group have the same
     masked: bool = False  #: as in `Sample`
     engine: str | None = None  #: as in `Sample`
+    components: Mapping[str, float] = {}  #: as in `Sample`
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

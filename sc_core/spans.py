@@ -21,6 +21,7 @@ from sc_core.ports import SpanSink
 
 logger = logging.getLogger(__name__)
 
+SPANS = "spans.jsonl"
 TRAIN, TRAINER, FINALISER = "train pump", "trainer", "finaliser"
 READ, ESTIMATE, WRITE = "advantage: read", "advantage: estimate", "advantage: write back"
 PROMPTS, COMMITS, ENGINES = "rollout pump", "commits", "engines"

@@ -183,6 +183,7 @@ class RunState:
         rows: Sequence[SampleId] | None = None,
         masked: Sequence[int] = (),
         served: Mapping[str, tuple[int, ...]] | None = None,
+        components: Sequence[Mapping[str, float]] = (),
     ) -> Group:
         group = self.ledger.commit(
             ordinal,
@@ -191,6 +192,7 @@ class RunState:
             end_weight_version=end_weight_version,
             rows=rows,
             masked=masked,
+            components=components,
         )
         self._emit(
             "committed",

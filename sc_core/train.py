@@ -16,6 +16,7 @@ from sc_core.barrier import CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY
 from sc_core.calls import at_once, settle
 from sc_core.config import ControllerConfig
+from sc_core.counts import Tally
 from sc_core.errors import Conservation
 from sc_core.evaluation import Evaluator
 from sc_core.manifest import TrainingInfo
@@ -73,6 +74,7 @@ class TrainPump:
         self._dropped = (0, 0)  #: prompts dropped after failures and shortfalls, at the last step
         self._aborted = state.ledger.counters["aborted"]  #: at the end of the last step
         self.last_metrics: dict[str, Any] = {}
+        self.trained_by_staleness = Tally()  #: groups, in this life, by versions behind
 
     @property
     def reserve_s(self) -> float:
@@ -379,6 +381,8 @@ class TrainPump:
     def _metrics_of(self, groups: Sequence[Group], trained: Mapping[str, float]) -> dict[str, Any]:
         ledger = self._state.ledger
         lags = [ledger.weight_version - 1 - group.start_weight_version for group in groups]
+        for lag in lags:
+            self.trained_by_staleness.shift(lag, 1)
         dropped, shortfall = self._dropped_so_far()
         dropped_now, shortfall_now = dropped - self._dropped[0], shortfall - self._dropped[1]
         self._dropped = dropped, shortfall
@@ -388,6 +392,7 @@ class TrainPump:
             "incarnation": self._state.events.incarnation,
             **{f"train/{name}": value for name, value in trained.items()},
             "train/reward": math.fsum(group.reward for group in groups) / len(groups),
+            **_components(groups),
             "train/groups": len(groups),
             "train/tokens": sum(group.tokens for group in groups),
             "train/staleness_versions_mean": math.fsum(lags) / len(lags),
@@ -425,6 +430,17 @@ class TrainPump:
 
     def _write_metrics(self) -> None:
         at_once("metrics.write", self._metrics.write, self.last_metrics)
+
+
+def _components(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean of each component of the reward, over the groups that have it."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for name, value in group.components.items():
+            found.setdefault(name, []).append(value)
+    return {
+        f"train/reward/{name}": math.fsum(values) / len(values) for name, values in found.items()
+    }
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

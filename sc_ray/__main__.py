@@ -158,11 +158,12 @@ def _out(options: argparse.Namespace) -> Path:
 def _run(
     signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
 ) -> tuple[str, int]:
-    from sc_ray.progress import Console, learning_curve
+    from sc_ray.progress import console_on, learning_curve
     from sc_ray.setup import Prepared
     from sc_ray.views import write_views
 
-    console = Console(sys.stdout)
+    console = console_on(sys.stdout)
+    signals.on_leave = console.leave
     resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
     if isinstance(resume, Path) and not resume.is_dir():
         raise ConfigError(f"--resume: there is no checkpoint {resume}; auto takes the newest")
@@ -222,9 +223,17 @@ def _live(
     with ExitStack() as on_exit:
         log = on_exit.enter_context((run.path / LOGS / "driver.log").open("a"))
         on_exit.enter_context(redirect_stdout(log))  # Ray reports deaths on it, at length
+
+        def say(stage: str) -> None:
+            console.say(stage)
+            run.report("starting", {"stage": stage})
+
         args = setup_single_controller(
-            config, run.path, resume, on_exit=on_exit, prepared=prepared, say=console.say
+            config, run.path, resume, on_exit=on_exit, prepared=prepared, say=say
         )
+        if args.metrics_url is not None:
+            run.facts["prometheus"] = args.metrics_url
+            console.say(f"metrics for Prometheus at {args.metrics_url}")
         actor = start_actor(args, on_exit)
         steps, store = config.grpo.max_num_steps, processes_of(args.rows)
         try:
@@ -326,11 +335,13 @@ def _status(options: argparse.Namespace) -> int:
     serving = ", ".join(told.get("engines") or ())
     print(f"{told.get('phase', 'starting')} ({where}), {age_s:.1f} s ago")
     for line in (
+        told.get("stage", ""),
         step_line(told, told.get("max_steps", 0)),
         f"no step, evaluation, sync or save for {quiet_s:.0f} s" if quiet_s > _QUIET_S else "",
         f"engines: {serving}" if serving else "",
         *(f"{engine} is {what}" for engine, what in engines_away(told).items()),
         f"conservation: {told['audit']}" if "audit" in told else "",
+        f"metrics: {told['prometheus']}" if pid is not None and "prometheus" in told else "",
         f"checkpoints: {', '.join(told['bundles']) or 'none'}",
         f"error: {told['error']}" if "error" in told else "",
     ):

@@ -142,6 +142,33 @@ class HostedController:
         self._perform_calls()
 
 
+class LoopCalls:
+    """Has work done on the event loop that made this, between two steps of its tasks."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._schedule = _scheduler(self._perform)
+
+    def call(self, work: Callable[[], R]) -> concurrent.futures.Future[R]:
+        """Callable in any thread, and never waits. If the loop has ended, nothing ever happens."""
+        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+
+        def perform() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as exc:  # carried to the caller, not swallowed
+                    future.set_exception(exc)
+
+        self._calls.append(perform)
+        self._schedule()
+        return future
+
+    def _perform(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+
 async def in_abandonable_thread(work: Callable[..., R], *args: Any) -> R:
     """A runner whose thread is left behind when its call's deadline passes.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import msgspec
 
@@ -14,41 +14,61 @@ _LINE_EVERY_S = 1.0
 """Between two lines of steps where no line can be overwritten, as in a log file."""
 
 
-class Console:
-    """Lines for people. On a terminal, the state of the run is one line that changes in place."""
+class Console(Protocol):
+    """Lines for people, and the present state of the run."""
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        """What `status` of the actor says, with `max_steps` and `bundles`."""
+
+    def rest(self) -> None:
+        """There is no state any more, until the next `show`."""
+
+    def leave(self) -> None:
+        """The process ends now. Callable from a signal handler."""
+
+
+def console_on(stream: TextIO) -> Console:
+    """A panel on a terminal that can move its cursor; lines anywhere else."""
+    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return PlainConsole(stream)
+    from sc_ray.watching.live import LiveConsole
+
+    return LiveConsole(stream)
+
+
+class PlainConsole:
+    """Lines that stay: each step gets one at most, and a second one."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
-        self._live = stream.isatty()
         self._clock = clock
-        self._shown = 0  #: characters of the line that may be overwritten
         self._last_step: int | None = None  #: that has a line of its own
         self._last_at = float("-inf")
 
     def say(self, line: str) -> None:
-        """A line that stays."""
-        self._write(f"{self._erase()}{line}\n")
-
-    def state(self, step: int, line: str) -> None:
-        """The present state. Where lines stay, each step gets one at most, and a second one."""
-        if self._live:
-            line = line[: shutil.get_terminal_size().columns - 1]
-            self._write(self._erase() + line)
-            self._shown = len(line)
-        elif step != self._last_step and self._clock() - self._last_at >= _LINE_EVERY_S:
-            self._write(f"{line}\n")
-            self._last_step, self._last_at = step, self._clock()
-
-    def _erase(self) -> str:
-        shown, self._shown = self._shown, 0
-        return f"\r{' ' * shown}\r" if shown else ""
-
-    def _write(self, text: str) -> None:
         try:
-            self._stream.write(text)
+            self._stream.write(f"{line}\n")
             self._stream.flush()
         except BrokenPipeError:  # nobody reads any more; the run goes on
             pass
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        line = step_line(status, status.get("max_steps", 0))
+        if not line or self._clock() - self._last_at < _LINE_EVERY_S:
+            return
+        step = status["last_metrics"]["step"]
+        if step != self._last_step:
+            self.say(line)
+            self._last_step, self._last_at = step, self._clock()
+
+    def rest(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
 
 
 def step_line(status: Mapping[str, Any], max_steps: int) -> str:

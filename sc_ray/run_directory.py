@@ -50,6 +50,7 @@ class RunDirectory:
         try:
             (path / LOGS).mkdir(parents=True, exist_ok=True)
             self.path = path.resolve()
+            self.facts: dict[str, Any] = {}  #: that every report has
             self._lock: DiskLock = LOCAL.lock(self.path / LOCK)
         except OSError as exc:
             raise SaveError(
@@ -70,7 +71,7 @@ class RunDirectory:
 
     def report(self, phase: str, status: Mapping[str, Any] = {}) -> None:
         """Replace `status.json` by what is true now."""
-        told = {"phase": phase, "t": time.time(), "pid": os.getpid(), **status}
+        told = {"phase": phase, "t": time.time(), "pid": os.getpid(), **self.facts, **status}
         staged = self.path / f"{STATUS}.tmp"
         staged.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
         staged.replace(self.path / STATUS)

@@ -31,6 +31,7 @@ from sc_ray.hosted import EventLoop
 from sc_ray.losses import LossConfig
 from sc_ray.model import ModelConfig
 from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
+from sc_ray.watching.config import LoggerConfig
 
 HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
 
@@ -186,6 +187,7 @@ class TrainConfig(_Settings, frozen=True):
     generation: GenerationConfig = GenerationConfig()
     advantages: AdvantagesConfig = AdvantagesConfig()
     cluster: ClusterConfig = ClusterConfig()
+    logger: LoggerConfig = LoggerConfig()
     event_loop: EventLoop = "asyncio"  #: that the controller runs on
 
     def __post_init__(self) -> None:

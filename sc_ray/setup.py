@@ -52,7 +52,7 @@ from sc_ray.generation.health import FleetHealth
 from sc_ray.generation.port import RayEngine, RayRollouts
 from sc_ray.generation.start import EngineMaker, GenerationStart
 from sc_ray.gpus import trainer_device
-from sc_ray.hosted import EventLoop, in_abandonable_thread
+from sc_ray.hosted import EventLoop, LoopCalls, in_abandonable_thread
 from sc_ray.lazy import much_is_imported
 from sc_ray.memory import remove_leftovers
 from sc_ray.parcels import Parcels
@@ -78,6 +78,9 @@ from sc_ray.trainer.port import RayTrainer
 from sc_ray.trainer.seat import LOOPBACK, Seat, worker_name
 from sc_ray.trainer.worker import TrainerActor, TrainerSpec
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
+from sc_ray.watching.config import LoggerConfig
+from sc_ray.watching.services import load, services
+from sc_ray.watching.sink import WatchedMetrics
 from sc_ray.weight_transport import WeightFiles
 from sc_ray.weights import EngineWeightSync, FileWeightSync
 
@@ -102,9 +105,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         """Check what can be checked without Ray.
 
         Raises:
-            ConfigError: the task, its reward or a model is not there; a step could never fill;
-                or Ray would have too few CPUs.
+            ConfigError: the task, its reward, a model or a logger is not there; a step could
+                never fill; or Ray would have too few CPUs.
         """
+        config.logger.check()
         task = build_task(config.task, seed=config.grpo.seed)
         pretrained = config.policy.model.pretrained
         if pretrained and not Path(pretrained).is_dir():
@@ -139,11 +143,22 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
     generation_start: GenerationStart  #: of others like them
     places: Places
     far: frozenset[str] = frozenset()  #: names of those on other nodes than the driver's
+    log_dir: Path  #: what the services of `config.logger` may write into
+    prometheus_port: int | None = None  #: that is free; None: no endpoint
 
     def __post_init__(self) -> None:
         """Import what `open` uses: the actor wants it there when it gets these arguments."""
         with much_is_imported():
             import sc_ray.partition  # noqa: F401
+        load(self.config.logger)
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Of the endpoint for Prometheus, if there is one."""
+        host = self.config.logger.prometheus_host
+        host = f"[{host}]" if ":" in host else host
+        port = self.prometheus_port
+        return None if port is None else f"http://{host}:{port}/metrics"
 
     @property
     def event_loop(self) -> EventLoop:
@@ -173,7 +188,17 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
             events = await runner(JsonlEventLog, run_dir / EVENTS)
             opened.callback(events.close)
-            metrics = JsonlMetrics(run_dir / METRICS)
+            bundle = ready.bundle
+            metrics = WatchedMetrics(
+                JsonlMetrics(run_dir / METRICS),
+                services(
+                    config.logger,
+                    self.log_dir,
+                    run_dir,
+                    to_plain(config),
+                    None if bundle is None else bundle.step,
+                ),
+            )
             opened.callback(metrics.close)
             spans = JsonlSpans(run_dir / SPANS, incarnation=events.incarnation)
             opened.callback(spans.close)
@@ -217,6 +242,13 @@ class SingleControllerActorArgs(msgspec.Struct, frozen=True, kw_only=True):
             controller = SingleController(
                 config.controller, ready, ports, runner=runner, settings=to_plain(config)
             )
+            if self.prometheus_port is not None:
+                from sc_ray.watching.prometheus import PrometheusEndpoint
+
+                ask = partial(LoopCalls().call, controller.statistics)
+                host = config.logger.prometheus_host
+                endpoint = PrometheusEndpoint(host, self.prometheus_port, ask)
+                opened.callback(endpoint.close)
             async with anyio.create_task_group() as beside:
                 beside.start_soon(health.run, controller, name="engine health")
                 yield controller
@@ -256,6 +288,7 @@ def setup_single_controller(
     with ExitStack() as here:
         here.callback(store.close)  # the actor opens it again
         check_resume(store, resume)
+        port = _metrics_port(config.logger)
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
         device = trainer_device(config)
@@ -291,6 +324,7 @@ def setup_single_controller(
             if bundle is None
             else f"resuming from {bundle.path}, step {bundle.step} of {config.grpo.max_num_steps}"
         )
+        say("waiting for trainers and engines")
         far = anyio.run(
             _until_up,
             RayTrainer(trainers),
@@ -309,7 +343,18 @@ def setup_single_controller(
         generation_start=start,
         places=places,
         far=far,
+        log_dir=config.logger.directory(run_dir),
+        prometheus_port=port,
     )
+
+
+def _metrics_port(config: LoggerConfig) -> int | None:
+    """A port that can be listened on now: the last life of the run is over."""
+    if config.prometheus_port is None:
+        return None
+    from sc_ray.watching.prometheus import free_port
+
+    return free_port(config.prometheus_host, config.prometheus_port)
 
 
 def _become_writer(store: BundleStore, say: Callable[[str], None]) -> None:

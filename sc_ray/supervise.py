@@ -18,7 +18,7 @@ from sc_core import (
     root_cause,
 )
 from sc_ray.bridge import await_ref
-from sc_ray.progress import Console, engines_away, step_line
+from sc_ray.progress import Console, engines_away
 from sc_ray.run_directory import CHECKPOINTS, LOGS, RunDirectory, published
 from sc_ray.workers import answer
 
@@ -41,6 +41,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stopped_by: str | None = None
+        self.on_leave: Callable[[], None] = lambda: None  #: the second one ends the process
         self._before: dict[signal.Signals, Any] = {}
         self._on_stop: Callable[[str], None] | None = None
         self._on_save: Callable[[], None] = lambda: None
@@ -73,6 +74,7 @@ class Signals:
     def _end(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.stopped_by is not None:
+            self.on_leave()
             os._exit(1)  # Ray's processes end with this one
         self.stopped_by = name
         if self._on_stop is None:
@@ -112,7 +114,8 @@ async def supervise(
         raise root_cause(group) from group
     finally:
         signals.steer(on_stop=lambda _: None, on_save=lambda: None)  # it is ending
-    await view.look()
+        console.rest()
+    await view.look(last=True)
     return result
 
 
@@ -166,14 +169,15 @@ class _View:
             await self.look()
             await anyio.sleep(_LOOK_EVERY_S)
 
-    async def look(self) -> None:
+    async def look(self, *, last: bool = False) -> None:
         self.show(await _answered(self._actor.status.remote()) or {})
+        if last:
+            self._console.rest()
 
     def show(self, status: Mapping[str, Any]) -> None:
         bundles = published(self._run.path)
-        line = step_line(status, self._max_steps)
-        if line:
-            self._console.state(status["last_metrics"]["step"], line)
+        told = {"max_steps": self._max_steps, "bundles": list(bundles), **status}
+        self._console.show(told)
         self._warn(status)
         self._tell_of_engines(status)
         for name, identity in reversed(bundles.items()):
@@ -181,8 +185,7 @@ class _View:
                 self._console.say(f"saved {self._run.path / CHECKPOINTS / name}")
         self._bundles = bundles
         phase = "running" if self._signals.stopped_by is None else "stopping"
-        told = {"max_steps": self._max_steps, "bundles": list(bundles)}
-        self._run.report(phase, {**told, **status})
+        self._run.report(phase, told)
 
     def _tell_of_engines(self, status: Mapping[str, Any]) -> None:
         """Show which engines were lost or came back since the last look."""

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 _SMOOTH = 10  #: points that the thick curve is the mean of
 _LABELLED = 8  #: restarts that have a word beside their line
 _UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"))
-PART_COLOURS = ("c2", "c4", "c6", "c1", "c3", "muted")  #: of `PARTS`
+PART_COLOURS = ("c2", "c4", "c7", "c1", "c3", "muted")  #: of `PARTS`
 
 
 def figures(history: History) -> dict[str, Json]:
@@ -46,12 +46,13 @@ def _line(curve: Thinned, name: str, colour: str, *, digits: int = 4, **more: An
     }
 
 
-def _rounded(numbers: Sequence[float], digits: int) -> list[float]:
-    return [round(number, digits) for number in numbers]
+def _rounded(numbers: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if number is None else round(number, digits) for number in numbers]
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
+def _smooth(curve: Thinned) -> list[float]:
     """The mean of each point and some before it."""
+    values = [value for value in curve.y if value is not None]
     windows = (values[max(0, at - _SMOOTH + 1) : at + 1] for at in range(len(values)))
     return [round(sum(window) / len(window), 5) for window in windows]
 
@@ -101,7 +102,7 @@ def _reward(history: History) -> Json | None:
     thick = {"color": "c1", "width": 2.5}
     data = [
         _line(curve, "each step", "c1", width=1, opacity=0.35, hoverinfo="skip"),
-        {**_line(curve, f"mean of {_SMOOTH}", "c1"), "y": _smooth(curve.y), "line": thick},
+        {**_line(curve, f"mean of {_SMOOTH}", "c1"), "y": _smooth(curve), "line": thick},
     ]
     again, val = history.curves.reward_again, history.curves.val_reward
     if len(again):
@@ -175,7 +176,7 @@ def _levels(history: History) -> Json | None:
     ):
         one = _line(curve, name, colour, digits=2, fill=fill)
         one["x"] = [round(x / unit_s, 4) for x in curve.x]
-        data.append(one)
+        data.append(_down_to_zero(one) if fill != "none" else one)
     places = history.lives.last.places
     if places is not None:
         data.append(
@@ -190,6 +191,20 @@ def _levels(history: History) -> Json | None:
         )
     at = [(life.began - history.lives.began) / unit_s for life in history.restarts]
     return _figure(data, f"{unit} since the start", "groups", **_restarts(history, at))
+
+
+def _down_to_zero(line: Json) -> Json:
+    """Plotly fills below a line across its breaks: there, have it go down and up again."""
+    x: list[float] = []
+    y: list[float] = []
+    for at, value in enumerate(line["y"]):
+        if value is not None:
+            x.append(line["x"][at])
+            y.append(value)
+        else:
+            x += line["x"][at : at + 2]
+            y += [0.0] * len(line["x"][at : at + 2])
+    return {**line, "x": x, "y": y}
 
 
 def _parts(history: History) -> Json | None:

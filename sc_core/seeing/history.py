@@ -16,11 +16,11 @@ import msgspec
 
 from sc_core.audit import EVENTS, AuditReport, audit_log
 from sc_core.events import Event
-from sc_core.seeing.lives import METRICS, SPANS, Life, Lives, read_lives
+from sc_core.seeing.lives import METRICS, Life, Lives, read_lives
 from sc_core.seeing.standing import Prompts
 from sc_core.seeing.thinned import Thinned
 from sc_core.seeing.windows import Window, Windows
-from sc_core.spans import read_spans
+from sc_core.spans import SPANS, read_spans
 
 PARTS = {
     "exposed_generation": "waiting for groups",
@@ -66,7 +66,6 @@ class Levels(msgspec.Struct):
     places: Thinned = msgspec.field(default_factory=Thinned)
     in_flight: Thinned = msgspec.field(default_factory=Thinned)
     ready: Thinned = msgspec.field(default_factory=Thinned)
-    weight_version: Thinned = msgspec.field(default_factory=Thinned)
 
 
 class History(msgspec.Struct, kw_only=True):
@@ -143,6 +142,8 @@ def _read_events(history: History, windows: Windows) -> None:
         kind, life = event.event, lives.all[event.incarnation]
         if kind in ("run_started", "resumed"):
             step = life.from_step
+            for curve in (levels.places, levels.in_flight, levels.ready):
+                curve.interrupt()
         elif kind == "trained":
             step = event.step or step
         elif kind == "checkpoint":
@@ -152,7 +153,6 @@ def _read_events(history: History, windows: Windows) -> None:
             levels.places.add(at, prompts.places)
             levels.in_flight.add(at, prompts.count("in flight"))
             levels.ready.add(at, prompts.count("ready"))
-            levels.weight_version.add(at, prompts.weight_version)
         if life.undone(event):
             continue
         history.steps = max(history.steps, step)

@@ -14,7 +14,7 @@ from sc_core.books import Findings
 from sc_core.errors import CannotShow
 from sc_core.events import Event, read_events
 
-METRICS, SPANS = "metrics.jsonl", "spans.jsonl"
+METRICS = "metrics.jsonl"
 _NOTHING = -1
 
 

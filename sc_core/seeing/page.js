@@ -1,6 +1,6 @@
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const names = ["c1", "c2", "c3", "c4", "c5", "c6", "muted"];
+  const names = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "muted"];
   const narrow = matchMedia("(max-width: 720px)");
 
   const resolved = (value, colours) => {

@@ -14,7 +14,7 @@ from typing import Any
 from sc_core.events import Event
 from sc_core.seeing.lanes import Slice, in_lanes
 from sc_core.seeing.lifelines import Level, Phase, phases_and_levels
-from sc_core.seeing.lives import SPANS, Life, Lives, read_lives
+from sc_core.seeing.lives import Life, Lives, read_lives
 from sc_core.spans import (
     COMMITS,
     ENGINES,
@@ -23,6 +23,7 @@ from sc_core.spans import (
     HELD,
     PROMPTS,
     READ,
+    SPANS,
     STEP,
     TRAIN,
     TRAINER,

@@ -302,6 +302,7 @@ class RayRollouts:
             tokens=int(row["completion_mask"].sum()),
             end_weight_version=completion.weight_version,
             engine=name,
+            components=dict(zip(rollouts.component_names, components, strict=False)),
             masked=self._overlong_filtering and completion.finish_reason == "length",
         )
 

@@ -42,6 +42,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
     rewards: Sequence[float]
     components: Sequence[Sequence[float]] = ()
     """What each reward is made of, by the order of the names; empty where it is one number."""
+    component_names: Sequence[str] = ()
 
 
 class GenerationWorker:
@@ -144,6 +145,7 @@ class GenerationWorker:
             completions=completions,
             rewards=[score.reward for score in scores],
             components=[list(score.components.values()) for score in scores] if named else (),
+            component_names=self._component_names or (),
         )
 
     def _check_components(self, names: tuple[str, ...], item: Mapping[str, Any]) -> None:

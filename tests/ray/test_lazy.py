@@ -15,12 +15,12 @@ from sc_ray.lazy import lazy, much_is_imported
 HEAVY = {"ray", "tensordict", "torch", "transfer_queue", "transformers", "vllm"}
 
 
-def loaded_by(program: str) -> set[str]:
-    """The heavy libraries that a process has imported after `program`."""
-    script = f"{program}\nimport sys\nprint(*({HEAVY!r} & set(sys.modules)))"
+def loaded_by(program: str, libraries: set[str] = HEAVY) -> set[str]:
+    """Which of these libraries a process has imported after `program`."""
+    script = f"{program}\nimport sys\nprint('\\n', *({libraries!r} & set(sys.modules)))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return set(done.stdout.split())
+    return set(done.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("setting", ["grpo.max_num_step=3", "task.jsonl=/nowhere"])
@@ -30,6 +30,24 @@ def test_a_mistake_in_the_settings_is_told_before_torch_is_imported(
     asked = ["train", "--out", str(tmp_path / "run"), setting]
     program = f"from sc_ray.__main__ import WRONG_USAGE, main\nassert main({asked}) == WRONG_USAGE"
     assert loaded_by(program) <= {"ray"}
+
+
+def test_looking_at_a_run_imports_nothing_that_only_its_start_needs(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"phase": "running", "step": 3}')
+    program = (
+        f"from sc_ray.__main__ import DONE, main\nassert main({['status', str(tmp_path)]}) == DONE"
+    )
+    watching = {
+        "rich",
+        "tensorboard",
+        "prometheus_client",
+        "wandb",
+        "mlflow",
+        "trackio",
+        "omegaconf",
+    }
+    assert loaded_by(program, HEAVY | watching) == set()
+    assert loaded_by("import sc_ray.settings", HEAVY | watching) <= {"ray", "omegaconf"}
 
 
 def test_the_controllers_process_imports_no_model() -> None:

@@ -22,7 +22,7 @@ from sc_core.errors import RunInUse, ScError, WorkerDied
 from sc_ray.__main__ import DONE, FAILED, STOPPED, WRONG_USAGE, main
 from sc_ray.kills import kill_tree
 from sc_ray.lives import left_behind
-from sc_ray.progress import Console, learning_curve, step_line
+from sc_ray.progress import PlainConsole, learning_curve, step_line
 from sc_ray.run_directory import RunDirectory, last_report, published, running_pid
 from sc_ray.supervise import Interrupted, Signals, _View
 
@@ -183,7 +183,7 @@ def test_a_step_and_a_warning_are_shown_once(
         {**shown, "step": 2, "last_metrics": {**metrics, "step": 2}, "warnings": 3},
     ]
     clock = iter(range(0, 100, 5))
-    console = Console(sys.stdout, clock=lambda: next(clock))
+    console = PlainConsole(sys.stdout, clock=lambda: next(clock))
     with RunDirectory(tmp_path) as run, Signals() as signals:
         view = _View(None, run, console, signals, 9)
         for answer in answers:
@@ -192,38 +192,22 @@ def test_a_step_and_a_warning_are_shown_once(
     assert told == ["step 1/9  ", "warning: b", "warning: c", "warning: 1", "step 2/9  "]
 
 
-class Screen:
-    def __init__(self, tty: bool) -> None:
-        self.text, self._tty = "", tty
-
-    def isatty(self) -> bool:
-        return self._tty
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-def test_on_a_terminal_the_state_changes_in_place() -> None:
-    screen: Any = Screen(tty=True)
-    console = Console(screen)
-    console.state(1, "step 1, first")
-    console.state(1, "step 1")
-    console.say("saved")
-    console.say("bye")
-    assert screen.text == ("step 1, first\r             \rstep 1\r      \rsaved\nbye\n")
-
-
-def test_in_a_file_each_step_has_a_line_and_each_second() -> None:
+def test_in_a_file_each_step_has_a_line_and_each_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = [0.0]
-    screen: Any = Screen(tty=False)
-    console = Console(screen, clock=lambda: now[0])
+    console = PlainConsole(sys.stdout, clock=lambda: now[0])
     for at, step in ((0.0, 1), (0.5, 2), (1.0, 3), (2.5, 3), (3.0, 4)):
         now[0] = at
-        console.state(step, f"step {step}")
-    assert screen.text == "step 1\nstep 3\nstep 4\n"
+        last = {
+            "step": step,
+            "train/reward": 0.5,
+            "train/staleness_versions_mean": 1,
+            "timing/train/total_step_time": 2,
+        }
+        console.show({"last_metrics": last, "max_steps": 9, "places_held": 1, "places_capacity": 4})
+    told = [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["step 1/9", "step 3/9", "step 4/9"]
 
 
 def test_a_step_that_is_not_over_has_no_line() -> None:
@@ -437,6 +421,10 @@ class Run:
         self.kill()
         raise AssertionError(f"step {step} was never reached: {self._process.communicate()[0]}")
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def end(self) -> tuple[int, str]:
         """Wait for its end: the status, and all that it printed."""
         output = self._process.communicate(timeout=PATIENCE_S)[0]
@@ -523,6 +511,10 @@ def test_a_run_that_is_killed_stopped_and_resumed_ends_like_one_that_was_not(
     assert status == DONE, output
     assert f"done: step {last} of {last}" in output.splitlines()[-1]
     assert "conservation holds" in audit_of(broken).splitlines()[-1]
+    assert "warning" not in output
+    report, trace = (broken / "report.html").read_text(), (broken / "trace.json").read_text()
+    assert report.count("resumed from step") == 2 and "Every prompt is accounted for" in report
+    assert all(track in trace for track in ("train pump", "generation-0", f"step {last}"))
 
     status, output = start(whole, to_the_end).end()
     assert status == DONE, output

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import viztracer
 from browser import open_page
-from recorded import RecordedRun, long_run, write_run
+from playwright.sync_api import Browser
+from recorded import RecordedRun, write_run
 
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
@@ -25,13 +26,8 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    return long_run(tmp_path_factory.mktemp("long"))
-
-
-@pytest.fixture(scope="module")
-def events(run: RecordedRun) -> list[Json]:
-    return read(write_trace(run.out, steps=0))
+def events(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
+    return read(write_trace(run.out, tmp_path_factory.mktemp("trace") / "trace.json", steps=0))
 
 
 def read(path: Path) -> list[Json]:
@@ -281,12 +277,14 @@ def perfetto_beside(trace: Path) -> Iterator[str]:
 
 
 def test_perfetto_loads_it_without_an_import_error_and_shows_its_tracks(
-    run: RecordedRun, events: list[Json]
+    run: RecordedRun, events: list[Json], browser: Browser
 ) -> None:
     trace = write_trace(run.out, run.out / "whole.json", steps=0)
     with (
         perfetto_beside(trace) as address,
-        open_page(may_ask=("http://127.0.0.1:", "data:", "blob:"), service_workers="block") as seen,
+        open_page(
+            browser, may_ask=("http://127.0.0.1:", "data:", "blob:"), service_workers="block"
+        ) as seen,
     ):
         page = seen.page
         page.goto(f"{address}/#!/?url={address}/trace.json", wait_until="domcontentloaded")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import EPOCH, RecordedRun, at, long_run, recorded, settings, write_run
+from recorded import EPOCH, RecordedRun, at, recorded, settings, write_run
 
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
@@ -16,11 +16,6 @@ from sc_core.seeing.history import History, read_history
 from sc_core.seeing.lives import read_lives
 from sc_core.seeing.standing import Prompts
 from sc_core.seeing.thinned import Thinned
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    return long_run(tmp_path_factory.mktemp("long"))
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +182,22 @@ def test_curves_keep_a_bounded_number_of_points_and_the_whole_mean() -> None:
     assert curve.x == sorted(curve.x)
     assert curve.each == 64
     counts = [64] * (len(curve) - 1) + [100_003 - 64 * (len(curve) - 1)]
-    whole = sum(y * n for y, n in zip(curve.y, counts, strict=True))
+    whole = sum((y or 0.0) * n for y, n in zip(curve.y, counts, strict=True))
     assert whole == pytest.approx(sum(x % 10 for x in range(100_003)))
+
+
+def test_a_curve_stays_broken_where_it_was_interrupted() -> None:
+    curve = Thinned(at_most=100)
+    curve.interrupt()
+    for life in range(3):
+        for x in range(1000):
+            curve.add(life * 10_000 + x, life)
+        curve.interrupt()
+        curve.interrupt()
+    assert len(curve) <= 103
+    assert curve.y.count(None) == 3
+    assert {y for y in curve.y if y is not None} == {0.0, 1.0, 2.0}
+    assert curve.x == sorted(curve.x)
 
 
 def test_the_levels_of_a_long_run_are_thinned(run: RecordedRun, history: History) -> None:
