@@ -441,7 +441,7 @@ async def test_by_rule_the_first_death_ends_the_run() -> None:
 
 # engines that a run can do without -----------------------------------------------------
 
-AWAITED = "e9 awaited: there is no room for it yet"
+AWAITED = "e9 awaited: it joins once there is room for it"
 
 
 async def test_one_that_the_run_can_do_without_joins_when_there_is_room_for_it() -> None:
