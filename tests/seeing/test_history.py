@@ -158,6 +158,31 @@ def test_a_live_run_is_read_as_far_as_it_is(run: RecordedRun, tmp_path: Path) ->
     assert history.lives.last.end is None
 
 
+def test_what_is_appended_while_it_is_read_is_left_out(run: RecordedRun, tmp_path: Path) -> None:
+    write_run(tmp_path, run.log.events[:100], [])
+    lives = read_lives(tmp_path)
+    write_run(tmp_path, run.log.events[:4000], [])  # of another life, too
+    assert [event.seq for event in lives.events()] == list(range(1, 101))
+
+
+def test_a_step_counts_up_to_the_oldest_cut_that_a_later_life_went_on_from(
+    tmp_path: Path,
+) -> None:
+    async def live(run: RecordedRun) -> None:
+        assert await run.live(at("trained", 25)) is None
+        assert await run.live(at("trained", 28)) is None
+        run.disk.remove_tree(run.directory / "step_20")  # somebody wants to go back
+        assert await run.live() is not None
+
+    history = read_history(recorded(tmp_path, live, config=settings(30)).out)
+    lives = list(history.lives.all.values())
+    assert [life.from_step for life in lives] == [0, 20, 10]
+    assert [life.until_step for life in lives] == [10, -1, 30]
+    assert [life.steps_undone for life in lives] == [15, 8, 0]
+    assert history.curves.reward.x == list(range(1, 31))
+    assert history.audit.ok and history.staleness.total() == history.audit.trained == 120
+
+
 def test_a_run_that_has_just_begun_is_a_history(tmp_path: Path, run: RecordedRun) -> None:
     write_run(tmp_path, run.log.events[:1], [])
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
@@ -203,7 +228,17 @@ def test_a_curve_stays_broken_where_it_was_interrupted() -> None:
 def test_the_levels_of_a_long_run_are_thinned(run: RecordedRun, history: History) -> None:
     assert len(run.log.events) > 9000
     assert 0 < len(history.levels.places) <= 2000
+    assert history.levels.places.y.count(None) == 2  # while no process lived
     assert history.levels.places.x[-1] <= history.lives.ended - EPOCH
+
+
+def test_the_row_of_a_late_evaluation_repeats_no_step(run: RecordedRun, tmp_path: Path) -> None:
+    rows = [row for row in run.rows if row["step"] <= 30]
+    again = {**rows[-1], "val/reward": 0.625}  # as after the end of the prompts
+    write_run(tmp_path, run.log.events[:2000], [*rows, again])
+    history = read_history(tmp_path)
+    assert history.curves.reward.x == list(range(1, 31))
+    assert (history.curves.val_reward.x[-1], history.curves.val_reward.y[-1]) == (30, 0.625)
 
 
 def test_a_number_that_is_none_is_left_out(run: RecordedRun, tmp_path: Path) -> None:
