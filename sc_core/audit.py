@@ -39,24 +39,27 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of every prompt, and whether that keeps the law. `str()` says so in one line."""
+
     history: tuple[Life, ...] = ()  #: oldest first
     incarnations: int = 0  #: in the log, also those that are no part of the history
     events: int = 0  #: of the history
     undone_events: int = 0  #: no part of it, since a later incarnation resumed from before them
     prompts: int = 0  #: that left the source
-    trained: int = 0
+    trained: int = 0  #: prompts that a finished step learnt from
     dropped: Mapping[str, int] = {}  #: by reason, up to its first colon
     pending: Mapping[str, int] = {}  #: by state
     step: int = 0  #: finished training steps
-    weight_version: int = 0
+    weight_version: int = 0  #: after the last of these steps
     engines: Mapping[str, EngineAudit] = {}  #: that the history names, and what they did
     bundles: tuple[str, ...] = ()  #: of the history, compared with it
     other_bundles: Mapping[str, str] = {}  #: not compared, and why
     violations: tuple[Violation, ...] = ()  #: the first `MAX_VIOLATIONS`
-    violation_count: int = 0
+    violation_count: int = 0  #: all of them
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is violated."""
         return not self.violation_count
 
     @property

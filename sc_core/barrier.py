@@ -34,8 +34,8 @@ class BarrierStatistics(msgspec.Struct, frozen=True):
     """A moment's view of a barrier, for logs and tests."""
 
     mutations: int  #: mutation sections held, nested ones included
-    checkpointing: bool
-    waiting: int
+    checkpointing: bool  #: a checkpoint holds it
+    waiting: int  #: sections that wait to be entered
     holders: tuple[SectionStatistics, ...]  #: oldest first
     waiters: tuple[SectionStatistics, ...]  #: in the order in which they will be admitted
 

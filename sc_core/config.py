@@ -153,7 +153,7 @@ class GenerationFleetHealthConfig(_Settings, frozen=True):
 class AsyncRlConfig(_Settings, frozen=True):
     """How far generation runs ahead of training, and what follows when something fails."""
 
-    sampler: SamplerConfig = SamplerConfig()
+    sampler: SamplerConfig = SamplerConfig()  #: which prompts go out, and which groups train
     min_groups_for_streaming_train: int | None = None  #: groups per chunk; None: the whole step
     max_inflight_prompts: int | None = None  #: None: as many as there are places
     max_buffered_rollouts: int | None = None  #: places; None: what the sampler requires
@@ -180,9 +180,11 @@ class AsyncRlConfig(_Settings, frozen=True):
     the end of the run. Past it the run fails and says what it waits for; a call that is under way
     then still has until its own deadline."""
     rollout_failure: RolloutFailureConfig = RolloutFailureConfig()
-    stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()
+    """What follows when a sibling can't be generated."""
+    stall_watchdog: StallWatchdogConfig = StallWatchdogConfig()  #: when a run counts as stuck
     generation_fleet_health: GenerationFleetHealthConfig = GenerationFleetHealthConfig()
-    deadlines: DeadlinesConfig = DeadlinesConfig()
+    """What becomes of engines that don't answer."""
+    deadlines: DeadlinesConfig = DeadlinesConfig()  #: of port calls, in seconds
 
 
 class CheckpointingConfig(_Settings, frozen=True):
@@ -245,10 +247,18 @@ class RolloutRecoveryConfig(_Settings, frozen=True):
 
 
 class ControllerConfig(_Settings, frozen=True):
-    grpo: GrpoConfig = GrpoConfig()
-    async_rl: AsyncRlConfig = AsyncRlConfig()
+    """All settings of a controller, with good defaults; `decode` makes one of plain data.
+
+    Raises:
+        ConfigError: a value makes no sense, alone or beside another; names its dotted key.
+    """
+
+    grpo: GrpoConfig = GrpoConfig()  #: sizes, lengths, evaluation
+    async_rl: AsyncRlConfig = AsyncRlConfig()  #: how generation and training overlap
     rollout_recovery: RolloutRecoveryConfig = RolloutRecoveryConfig()
+    """What is kept of a group that is not whole."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
+    """When bundles are written, and which are kept."""
 
     def __post_init__(self) -> None:
         grpo, rl = self.grpo, self.async_rl

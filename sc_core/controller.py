@@ -73,15 +73,15 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     """The world around a controller."""
 
     connect: Callable[[ReadyStore], Awaitable[DataPlane]]  #: opens the data plane of that store
-    source: PromptSource
-    worker: RolloutWorker
-    trainer: Trainer
-    weight_sync: WeightSync
-    estimator: AdvantageEstimator
-    events: EventSink
-    metrics: MetricsSink
+    source: PromptSource  #: prompts, and the place in them
+    worker: RolloutWorker  #: generates
+    trainer: Trainer  #: weights and optimizer
+    weight_sync: WeightSync  #: moves weights to who generates
+    estimator: AdvantageEstimator  #: makes advantages of rewards
+    events: EventSink  #: remembers what happened, for a resume and an audit
+    metrics: MetricsSink  #: one object per finished step
     bundles: BundleStore | None = None  #: None, or `checkpointing.enabled: false`: no checkpoints
-    group_filter: GroupFilter | None = None
+    group_filter: GroupFilter | None = None  #: None: every finished group may train
     sampler: Sampler | None = None  #: None: the one that the settings name
     validation: ValidationPrompts | None = None  #: needed for `grpo.val_period` and its like
     fleet: EngineFleet | None = None  #: None: the run ends with the first engine that fails
@@ -90,30 +90,32 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    reason: EndReason
+    """How a run ended that did not fail."""
+
+    reason: EndReason  #: `max_steps`, `exhausted`, `stopped`, or that its time was up
     stop_reason: str | None = None  #: who asked for it, where it was stopped
     step: int  #: finished training steps, over all incarnations
-    weight_version: int
+    weight_version: int  #: weight syncs so far, over all incarnations
     counters: Mapping[str, int]  #: totals over the effective history
 
 
 class ControllerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A moment's view of a run."""
 
-    step: int
-    weight_version: int
-    waiting: int
-    in_flight: int
-    committed: int
-    selected: int
-    places_held: int
-    places_capacity: int
-    gate_closed_for: str | None
-    stop_reason: str | None
-    barrier: BarrierStatistics
+    step: int  #: finished training steps, over all incarnations
+    weight_version: int  #: that groups are stamped with now
+    waiting: int  #: prompts not dispatched yet, or waiting for a retry
+    in_flight: int  #: prompts being generated
+    committed: int  #: groups that are ready to train on
+    selected: int  #: groups of the open step
+    places_held: int  #: units of buffer capacity in use
+    places_capacity: int  #: all of them
+    gate_closed_for: str | None  #: what nothing is dispatched for: a weight sync; None: open
+    stop_reason: str | None  #: of a stop that was asked for
+    barrier: BarrierStatistics  #: who holds it, who waits
     engines: tuple[str, ...]  #: that serve: they confirmed the last sync, or joined since
     engines_out: Mapping[str, str]  #: put out of service since they last confirmed, and why
-    last_metrics: Mapping[str, Any]
+    last_metrics: Mapping[str, Any]  #: of the last finished step
     last_evaluation: Mapping[str, float] = {}  #: metrics of the last finished one
     evaluating: int = 0  #: in-flight slots that an evaluation holds or waits for
     quiet_s: float = 0.0  #: since the last step, evaluation, weight sync or save
@@ -314,6 +316,7 @@ class SingleController:
         return frozenset() if self._rows is None else frozenset(self._rows.suspects)
 
     def statistics(self) -> ControllerStatistics:
+        """What the run is doing at this instant; cheap enough to ask every second."""
         state, ledger = self._state, self._state.ledger
         return ControllerStatistics(
             step=ledger.step,

@@ -102,9 +102,9 @@ class GroupAdvantages:
     n - 1). It is 0 where all rewards are the same, and for a masked row.
     """
 
-    select_fields: Sequence[str] = ("reward", "masked")
-    scope: EstimatorScope = "group"
-    heavy = False
+    select_fields: Sequence[str] = ("reward", "masked")  #: what it reads
+    scope: EstimatorScope = "group"  #: each group on its own
+    heavy = False  #: quick enough for the event loop
 
     def __init__(self, *, normalize: bool = True) -> None:
         self.normalize = normalize

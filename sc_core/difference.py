@@ -76,10 +76,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Where the log and the sampler part. `ledger`: what follows from decisions differs."""
 
-    seq: int
-    ordinal: int | None
-    decision: Decision
-    logged: str
+    seq: int  #: of the event in the log
+    ordinal: int | None  #: of the prompt, if it is about one
+    decision: Decision  #: what was decided there
+    logged: str  #: what the log says
     answer: str  #: the sampler's, or what ledger and places say
     view: View | None  #: before the decision; None: before there was a ledger
 

@@ -190,7 +190,7 @@ class LocalDisk:
         return _FileLock(path)
 
 
-LOCAL = LocalDisk()
+LOCAL = LocalDisk()  #: the file system of this machine
 
 
 class _FileLock:

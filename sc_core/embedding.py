@@ -141,13 +141,13 @@ async def open_run(
             estimator=estimator,
             events=events,
             metrics=metrics,
-            bundles=bundles if config.checkpointing.enabled else None,
+            spans=spans,
+            bundles=bundles,
             group_filter=group_filter,
             sampler=sampler,
             validation=validation,
             fleet=fleet,
             turns=turns,
-            spans=spans,
         )
         return SingleController(config, ready, ports, runner=runner, settings=settings, clock=clock)
 

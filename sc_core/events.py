@@ -185,6 +185,7 @@ class JsonlEventLog:
 
     @property
     def incarnation(self) -> str:
+        """Of this process life."""
         return self._incarnation
 
     def append(self, kind: EventKind, **fields: Any) -> int:

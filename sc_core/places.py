@@ -40,6 +40,7 @@ class Places:
         return f"<Places {self.held} of {self._capacity} held>"
 
     def statistics(self) -> PlacesStatistics:
+        """Who holds a place at this instant."""
         return PlacesStatistics(self._capacity, self.held, self.free, self.holders())
 
     def __contains__(self, name: Hashable) -> bool:
@@ -47,6 +48,7 @@ class Places:
 
     @property
     def capacity(self) -> int:
+        """How many there are."""
         return self._capacity
 
     @property

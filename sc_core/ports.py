@@ -110,6 +110,8 @@ class ValidationPrompts(Protocol):
 
 
 class RolloutWorker(Protocol):
+    """Generates samples. Called for all siblings of all groups in flight at once."""
+
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """Generate one sibling (0 … G-1) and its reward. Cancelling it frees what it used.
 
@@ -191,10 +193,12 @@ class EngineFleet(Protocol):
         """
 
 
-EstimatorScope = Literal["group", "chunk"]
+EstimatorScope = Literal["group", "chunk"]  #: see `AdvantageEstimator.scope`
 
 
 class AdvantageEstimator(Protocol):
+    """Makes advantages, or whatever else `Trainer` reads, of the columns of finished groups."""
+
     @property
     def select_fields(self) -> Sequence[str]:
         """The columns it reads."""
@@ -280,7 +284,8 @@ class Sampler(Protocol):
     """Which prompts go out, which groups train, which are too old. Pure and synchronous."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """In bundles: a state is given back to a sampler of that name alone."""
 
     @property
     def stamps_targets(self) -> bool:
@@ -308,10 +313,13 @@ class Sampler(Protocol):
     def state(self) -> Mapping[str, Any]:
         """What must survive a restart, beyond ledger and index."""
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Become what `state` returned."""
 
 
 class GroupFilter(Protocol):
+    """Decides which finished groups are worth training on; `ZeroVarianceFilter` is one."""
+
     def keep(self, rewards: Sequence[float]) -> bool:
         """Whether a finished group is worth training on; a dropped one is recorded as such.
 
@@ -333,13 +341,16 @@ class EventSink(Protocol):
         """Of the last event."""
 
     @property
-    def incarnation(self) -> str: ...
+    def incarnation(self) -> str:
+        """The process life whose events these are; no other has the same."""
 
     def sync(self) -> None:
         """Make everything appended so far survive a power cut. Blocks: call it in a thread."""
 
 
 class MetricsSink(Protocol):
+    """Where metrics go."""
+
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Record one object per finished step."""
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NewType
 
 import msgspec
 
-GroupId = NewType("GroupId", str)
-SampleId = str
+GroupId = NewType("GroupId", str)  #: `{ordinal}.{attempt}`
+SampleId = str  #: of one row: `{group_id}_g{sibling}`
 State = Literal["waiting", "in_flight", "committed", "selected"]
 
 
@@ -39,15 +39,15 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     ordinal: int
     """Position in the stream over all epochs, never reused; of held-out prompt i, -1 - i."""
-    group_id: GroupId
-    payload: Any
+    group_id: GroupId  #: of this attempt at it
+    payload: Any  #: what the source gave; the same object for all siblings
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One finished sibling, as a rollout worker returns it. It becomes one row."""
 
     fields: Mapping[str, Any]  #: columns of the row; opaque to the controller
-    reward: float
+    reward: float  #: what filters, evaluations and reports look at
     tokens: int = 0  #: generated tokens
     end_weight_version: int | None = None
     """Version that produced the last token; None stands for the controller's at completion."""
@@ -65,11 +65,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A committed group: which rows it has and which weights made them. No tensors."""
 
-    group_id: GroupId
-    ordinal: int
-    sample_ids: tuple[SampleId, ...]
+    group_id: GroupId  #: of the attempt that was committed
+    ordinal: int  #: of its prompt
+    sample_ids: tuple[SampleId, ...]  #: its rows, in sibling order
     start_weight_version: int  #: stamped before the first request left
-    end_weight_version: int
+    end_weight_version: int  #: the newest that made a token of it
     commit_seq: int  #: position in the order of commits, over the whole run
     target_step: int | None = None  #: weight version it is meant for, under `in_order`
     reward: float = 0.0  #: mean over the siblings that are not masked; if all are, over all
@@ -127,7 +127,7 @@ def owns_group(record: LedgerRecord) -> bool:
 class Stamp(msgspec.Struct, frozen=True, gc=False):
     """A sampler's yes to one more group."""
 
-    target_step: int | None = None
+    target_step: int | None = None  #: weight version that the group is meant for; None: for any
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,10 +135,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int  #: the step being made, counted from 1
     weight_version: int  #: of the weights that the step starts from
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...]  #: by ordinal
 
     @property
     def sample_ids(self) -> tuple[SampleId, ...]:
+        """All rows, group by group, siblings in order."""
         return tuple(row for group in self.groups for row in group.sample_ids)
 
     @property
@@ -155,6 +156,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
+        """Rows of each group."""
         return tuple(len(group.sample_ids) for group in self.groups)
 
 
@@ -179,20 +181,20 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Cut(msgspec.Struct, frozen=True, kw_only=True, tag="cut.v1"):
     """The controller's whole memory at one instant, taken without an await."""
 
-    incarnation: str
+    incarnation: str  #: that took it
     event_seq: int  #: of the last event that belongs to this instant
     step: int  #: finished training steps
-    weight_version: int
+    weight_version: int  #: of the weights saved with it
     group_size: int  #: siblings per group (G)
     prompts_per_step: int  #: groups per step (P)
-    next_ordinal: int
+    next_ordinal: int  #: of the next prompt; so many have left the source
     position: Any  #: the prompt source's, after the last prompt recorded; None: untouched
     exhausted: bool = False  #: the source said that it has nothing more
-    source_fingerprint: str = ""
+    source_fingerprint: str = ""  #: of the prompts that `position` is a position in
     records: tuple[LedgerRecord, ...] = ()  #: by ordinal
     groups: tuple[Group, ...] = ()  #: by commit order; those of committed and selected records
-    sampler: str = ""
-    sampler_state: Mapping[str, Any] = {}
+    sampler: str = ""  #: its name
+    sampler_state: Mapping[str, Any] = {}  #: what its `state` returned
     suspects: tuple[SampleId, ...] = ()  #: rows that may exist and must not; cleared on restore
     counters: Mapping[str, int] = {}  #: totals over the effective history
     evaluation: Evaluation | None = None  #: left out when written, as long as there was none

@@ -27,16 +27,19 @@ from sc_core.retake import BuildSampler, Instant, Retake
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the sampler decides again as the log says. `str()` says so in one line."""
+
     history: tuple[Life, ...] = ()  #: as far as it counts, oldest first
     events: int = 0  #: of the history, up to the difference
     admissions: int = 0  #: decisions that agree, as are the next two
-    selections: int = 0
+    selections: int = 0  #: choices of groups to train on
     evictions: int = 0  #: aborts too
     bundles: tuple[str, ...] = ()  #: of the history, compared with what the log led to
     difference: Difference | None = None  #: the first one
 
     @property
     def ok(self) -> bool:
+        """Whether it does, everywhere."""
         return self.difference is None
 
     def __str__(self) -> str:

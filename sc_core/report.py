@@ -44,29 +44,29 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     Ages and times are seconds. What has no age began before anybody looked.
     """
 
-    cause: str
+    cause: str  #: the likeliest reason, in one line
     quiet_s: float  #: since the last step, evaluation, weight sync or save; or since the start
     since: Mapping[str, int]  #: what was counted in that time
-    step: int
-    weight_version: int
+    step: int  #: finished training steps
+    weight_version: int  #: that groups are stamped with
     trained_s: float | None  #: since the last step was trained, in this process life
-    gate_closed_for: str | None
+    gate_closed_for: str | None  #: what nothing is dispatched for; None: the gate is open
     engines: tuple[str, ...]  #: that confirmed the last weight sync, or joined since
     engines_away: Mapping[str, str]  #: neither serving nor out: what, and why
     engines_out: Mapping[str, str]  #: put out of service, and why
-    stop_reason: str | None
-    barrier: BarrierStatistics
-    places_held: int
-    places_capacity: int
+    stop_reason: str | None  #: of a stop that was asked for
+    barrier: BarrierStatistics  #: who holds it, who waits
+    places_held: int  #: units of buffer capacity in use
+    places_capacity: int  #: all of them
     states: Mapping[str, int]  #: prompts in the ledger
-    exhausted: bool
-    targets: tuple[GroupCounts, ...]
-    versions: tuple[GroupCounts, ...]
+    exhausted: bool  #: the prompts have ended
+    targets: tuple[GroupCounts, ...]  #: ready and under way, by the step they are meant for
+    versions: tuple[GroupCounts, ...]  #: ready and under way, by start version
     oldest: tuple[Wait, ...]  #: of the attempts under way, what has waited longest
     requests: int  #: rollout calls
-    dropped: int
-    last_drops: tuple[str, ...]
-    last_failures: tuple[str, ...]
+    dropped: int  #: prompts given up, over the whole run
+    last_drops: tuple[str, ...]  #: the latest of them, and why
+    last_failures: tuple[str, ...]  #: of siblings, the latest
     tasks: tuple[str, ...]  #: the task tree, indented, without those that look on
 
     def __str__(self) -> str:

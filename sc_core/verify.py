@@ -77,15 +77,15 @@ class VerifiedBundle:
         "step",
     )
 
-    path: Path
-    step: int
-    manifest: Manifest
-    cut: Cut
+    path: Path  #: `step_N`, without symbolic links
+    step: int  #: finished training steps
+    manifest: Manifest  #: size and hash of every file
+    cut: Cut  #: the controller's memory
     digest: str  #: of the cut
-    info: TrainingInfo
+    info: TrainingInfo  #: metrics, and when and how it was saved
     config: Mapping[str, Any]  #: the settings of the run that wrote it
-    policy_dir: Path
-    data_plane_dir: Path
+    policy_dir: Path  #: what `Trainer.load` gets
+    data_plane_dir: Path  #: what `BootstrapDataPlane.load_checkpoint` gets
 
     def __init__(
         self,

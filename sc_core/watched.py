@@ -43,10 +43,12 @@ class Watched(Generic[T]):
         return f"<Watched {self._value!r}, {len(self._waiters)} waiting>"
 
     def statistics(self) -> WatchedStatistics:
+        """Who waits for it at this instant."""
         return WatchedStatistics(len(self._waiters), tuple(waiter.what for waiter in self._waiters))
 
     @property
     def value(self) -> T:
+        """What it is now."""
         return self._value
 
     def set(self, value: T) -> None:

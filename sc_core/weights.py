@@ -45,6 +45,7 @@ class TurnGate:
         self.under_way = Watched(0)
 
     def attach(self, state: RunState) -> None:
+        """The controller's part: the run whose gate this is."""
         self._state = state
 
     @asynccontextmanager

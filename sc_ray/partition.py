@@ -97,7 +97,7 @@ class Partition:
         _check_rows(sample_ids, fields, tags)
         if not sample_ids:
             return
-        columns = {name: _jagged(name, sample_ids, values) for name, values in fields.items()}
+        columns = {name: jagged(name, sample_ids, values) for name, values in fields.items()}
         meta = await self._meta(sample_ids, create=True)
         if tags is not None:
             meta.update_custom_meta([dict(tag) for tag in tags])
@@ -265,7 +265,8 @@ def _check_rows(
             raise DataPlaneError(f"put_samples: {name}: {length} values, {len(sample_ids)} rows")
 
 
-def _jagged(name: str, sample_ids: Sequence[SampleId], values: Sequence[Any]) -> torch.Tensor:
+def jagged(name: str, sample_ids: Sequence[SampleId], values: Sequence[Any]) -> torch.Tensor:
+    """One column of rows that are 1-D tensors of one dtype, whatever their lengths."""
     for sample_id, value in zip(sample_ids, values, strict=True):
         if not isinstance(value, torch.Tensor) or value.dim() != 1:
             found = (

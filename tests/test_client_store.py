@@ -243,6 +243,19 @@ async def test_a_store_that_lists_rows_is_not_untouched() -> None:
     assert not await store.is_untouched()
 
 
+async def test_a_client_of_a_store_that_was_discarded_or_of_its_own_close_is_refused() -> None:
+    store = store_of(Client)
+    before, closed = store.client(), store.client()
+    await before.put_samples(["a"], {"x": [1]})
+    await closed.aclose()
+    with pytest.raises(DataPlaneError, match="list_sample_ids: this client was closed"):
+        await closed.list_sample_ids()
+    await store.discard()
+    with pytest.raises(DataPlaneError, match="put_samples: the store was discarded"):
+        await before.put_samples(["a"], {"x": [1]})
+    assert await store.is_untouched()
+
+
 async def test_the_clients_errors_are_named_by_their_call(tmp_path: Path) -> None:
     made = Client()
     async with ClientStore(lambda: Awaited(made), runner=inline) as store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from sc_core import (
     BundleStore,
+    ConfigChanged,
     ConfigError,
     ControllerConfig,
     DataPlane,
@@ -34,7 +35,14 @@ from sc_core import (
     open_run,
 )
 from sc_core.records import Prompt
-from sc_core.testing import MemoryBootstrap, MemoryDataPlane, MemoryStore, MemoryTrainer
+from sc_core.spans import read_spans
+from sc_core.testing import (
+    MeanBaseline,
+    MemoryBootstrap,
+    MemoryDataPlane,
+    MemoryStore,
+    MemoryTrainer,
+)
 
 pytestmark = pytest.mark.anyio
 STEPS = 6
@@ -59,7 +67,7 @@ class Life:
         return Sample(fields={"tokens": [prompt.ordinal, sibling], "reward": reward}, reward=reward)
 
     def open(
-        self, runner: Runner = inline, **settings: Any
+        self, runner: Runner = inline, ports: Mapping[str, Any] = {}, **settings: Any
     ) -> AbstractAsyncContextManager[SingleController]:
         config = decode(
             {
@@ -77,11 +85,11 @@ class Life:
             self.run_dir,
             config,
             store=self.store,
-            source=PromptList(range(100)),
             worker=self,
             trainer=self.trainer,
             runner=runner,
             clock=anyio.current_time,
+            **{"source": PromptList(range(100)), **ports},
         )
 
 
@@ -109,6 +117,7 @@ async def test_a_run_is_stopped_resumed_and_audited_by_its_directory(tmp_path: P
     report = audit_run(run_dir)
     assert report.ok, report.violations
     assert (run_dir / "metrics.jsonl").read_text().count("\n") == STEPS
+    assert len({span.incarnation for span in read_spans(run_dir / "spans.jsonl")}) == 2
     assert [path.name for path in candidates(run_dir / "checkpoints")][0] == f"step_{STEPS}"
 
 
@@ -134,6 +143,37 @@ async def test_settings_that_never_fill_a_step_open_nothing(tmp_path: Path) -> N
         async with Life(run_dir).open(async_rl={"max_buffered_rollouts": 1}):
             raise AssertionError
     assert not run_dir.exists()
+
+
+async def test_an_estimator_that_compares_over_more_than_a_chunk_opens_nothing(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    ports = {"estimator": MeanBaseline(scope="chunk")}
+    with pytest.raises(ConfigError, match="min_groups_for_streaming_train"):
+        async with Life(run_dir).open(ports=ports, async_rl={"min_groups_for_streaming_train": 1}):
+            raise AssertionError
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "ports, why", [({"source": PromptList("abc")}, "fingerprint"), ({"resume": "never"}, "holds")]
+)
+async def test_what_a_run_can_not_go_on_with_is_refused(
+    ports: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    await with_a_bundle(tmp_path)
+    with pytest.raises(ConfigChanged, match=why):
+        async with Life(tmp_path).open(ports=ports):
+            raise AssertionError
+    assert is_free(tmp_path)
+
+
+async def test_a_run_that_ended_has_closed_its_files(tmp_path: Path) -> None:
+    await with_a_bundle(tmp_path / "warm")  # what is opened once in a process
+    before = descriptors()
+    await with_a_bundle(tmp_path / "run")
+    assert descriptors() == before
 
 
 async def test_a_store_that_was_touched_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
