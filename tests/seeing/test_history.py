@@ -12,10 +12,13 @@ from recorded import EPOCH, RecordedRun, at, recorded, settings, write_run
 
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
+from sc_core.events import Event
 from sc_core.seeing.history import History, read_history
 from sc_core.seeing.lives import read_lives
 from sc_core.seeing.standing import Prompts
 from sc_core.seeing.thinned import Thinned
+from sc_core.seeing.windows import Windows
+from sc_core.spans import COMMITS, HELD, TRAIN, WAITED, Span
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +255,46 @@ def test_a_number_that_is_none_is_left_out(run: RecordedRun, tmp_path: Path) -> 
     history = read_history(tmp_path)
     assert history.curves.reward.y == [0.5]
     assert not len(history.curves.loss)
+
+
+def held(step: int, until: float) -> Span:
+    return Span(track=TRAIN, name=HELD, t=until - 1.0, duration_s=1.0, incarnation="a", step=step)
+
+
+def waited(began: float, seconds: float) -> Span:
+    return Span(track=COMMITS, name=WAITED, t=began, duration_s=seconds, incarnation="a")
+
+
+def published(step: int) -> Event:
+    return Event(seq=step, t=0.0, incarnation="a", event="checkpoint", step=step)
+
+
+def test_a_commit_that_waits_later_did_not_wait_for_this_window() -> None:
+    windows = Windows()
+    windows.see_checkpoint(published(10))
+    windows.see_span(waited(50.0, 1.0))  # before any
+    windows.see_span(held(10, until=100.0))
+    windows.see_span(waited(99.5, 0.5))
+    windows.see_span(waited(98.5, 1.5))
+    windows.see_span(waited(130.0, 9.0))  # for one that was never held
+    (window,) = windows.all()
+    assert (window.commits, window.commit_wait_s) == (2, 1.5)
+
+
+def test_windows_whose_spans_were_lost_keep_their_place() -> None:
+    windows = Windows()
+    for step in (10, 20, 30, 40):
+        windows.see_checkpoint(published(step))
+    windows.see_metrics({"incarnation": "a", "step": 12, **times(0.5)})
+    windows.see_metrics({"incarnation": "a", "step": 31, **times(0.75)})
+    windows.see_metrics({"incarnation": "b", "step": 99, **times(9.0)})
+    for step in (20, 25, 40):
+        windows.see_span(held(step, until=float(step)))
+    told = [(w.step, w.published, w.held_s) for w in windows.all()]
+    assert told == [
+        (10, True, 0.5), (20, True, 1.0), (25, False, 1.0), (30, True, 0.75), (40, True, 1.0),
+    ]  # fmt: skip
+
+
+def times(held_s: float) -> dict[str, float]:
+    return {"timing/rollout_checkpoint/exclusive_hold_seconds": held_s}
