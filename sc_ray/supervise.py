@@ -177,7 +177,8 @@ class _View:
     def show(self, status: Mapping[str, Any]) -> None:
         bundles = published(self._run.path)
         told = {"max_steps": self._max_steps, "bundles": list(bundles), **status}
-        self._console.show(told)
+        if "step" in status:  # else there is no controller yet, or not any more
+            self._console.show(told)
         self._warn(status)
         self._tell_of_engines(status)
         for name, identity in reversed(bundles.items()):

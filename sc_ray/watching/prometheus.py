@@ -99,9 +99,6 @@ class _Run(Collector):
         self._seen: ControllerStatistics | None = None
         self._seen_at = time.monotonic()
 
-    def describe(self) -> list[Metric]:
-        return []  # else registering would ask, before there is a controller
-
     def collect(self) -> Iterator[Metric]:
         asked = self._ask()
         try:

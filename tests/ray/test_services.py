@@ -107,6 +107,15 @@ def test_a_service_that_always_fails_is_left_out(caplog: pytest.LogCaptureFixtur
     assert "recorder is left out after 5 failures: OSError" in caplog.text
 
 
+def test_only_failures_in_a_row_count() -> None:
+    service = Recorder(on_write=lambda step: fail(step) if step % 5 else None)
+    background = InBackground(service)
+    for step in range(1, 16):
+        background.put(step, {})
+    background.close(time.monotonic() + 60)
+    assert service.told == ["start", (5, {}), (10, {}), (15, {}), "finish"]
+
+
 def test_a_service_that_could_not_start_is_started_again_with_the_next_step() -> None:
     class Late(Recorder):
         def start(self) -> None:
@@ -365,9 +374,10 @@ def test_trackio_goes_on_with_the_same_run(tmp_path: Path) -> None:
     (database,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as opened:
         rows = opened.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        ids = opened.execute("SELECT DISTINCT run_id FROM metrics").fetchall()
     opened.close()
     name = (tmp_path / "logs" / "trackio.id").read_text().strip()
-    assert name.startswith("a run-")
+    assert name.startswith("a run-") and len(ids) == 1
     assert [(row[0], row[1], json.loads(row[2])["train/reward"]) for row in rows] == [
         (name, 1, 0.25),
         (name, 2, 0.5),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +110,34 @@ def test_what_the_settings_ask_for_is_not_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, says: str
 ) -> None:
     assert says in refused(capsys, WRONG_USAGE, "train", "--out", tmp_path / "run", setting)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("logger.wandb_enabled=true", "not installed: pip install 'single-controller[wandb]'"),
+        ("logger.prometheus_port=PORT", "can't be listened on: Address already in use"),
+    ],
+)
+def test_watching_that_can_not_be_is_told_before_ray_starts(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    asked: str,
+    says: str,
+) -> None:
+    def nothing_starts(*args: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == "wandb" else found(n))
+    monkeypatch.setattr("sc_ray.setup.start_ray", nothing_starts)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asked = asked.replace("PORT", str(taken.getsockname()[1]))
+        status = main(["train", "--out", str(tmp_path / "run"), asked])
+    err = capsys.readouterr().err
+    assert status == WRONG_USAGE
+    assert says in err and err.count("\n") == 1
 
 
 def test_no_such_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
