@@ -6,7 +6,6 @@ live prompts, the restarts and the checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -193,7 +192,7 @@ def _number(row: Mapping[str, Any], name: str) -> float | None:
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value)
 
 
 def _read_metrics(history: History, windows: Windows) -> None:

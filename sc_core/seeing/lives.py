@@ -126,7 +126,7 @@ def read_lives(run: str | Path, *, keep_steps: int = 0) -> Lives:
         life = lives[part.incarnation]
         life.until_seq = part.last_seq
         life.until_step = life.last_step if step is None else step
-        step = life.from_step if step is None else min(step, life.from_step)
+        step = life.from_step
     return Lives(run, lives)
 
 

@@ -82,6 +82,10 @@ class _Trace:
     def at(self, t: float) -> int:
         return max(0, round((t - self._begin) * 1e6))
 
+    def _slice(self, began: float, ended: float, of: Json) -> Slice[Json]:
+        """The log's clock may have been set back meanwhile: no slice is negative."""
+        return Slice(self.at(began), max(self.at(began), self.at(ended)), of)
+
     def wanted(self, spans: Iterable[Span]) -> Iterator[Span]:
         for span in spans:
             if span.t + span.duration_s >= self._begin and span.incarnation in self._lives.all:
@@ -105,7 +109,7 @@ class _Trace:
             end=life.end or "killed, or it still runs",
         )
         of = {"name": f"life {life.number}", "cat": LIVES, "args": args}
-        return Slice(self.at(life.began), self.at(life.ended), of)
+        return self._slice(life.began, life.ended, of)
 
     def _process(self, pid: int, name: str) -> Iterator[Json]:
         yield _meta("process_name", pid, 0, {"name": name})
@@ -148,7 +152,7 @@ class _Trace:
         if isinstance(step, int) and step > life.until_step:
             name += _again(life)
         of = {"name": name, "cat": track, "args": {**args, "incarnation": life.incarnation}}
-        self._tracks[track].append(Slice(self.at(began), self.at(ended), of))
+        self._tracks[track].append(self._slice(began, ended, of))
 
     def _instant(self, event: Event, life: Life) -> Iterator[Json]:
         name = ""
@@ -216,10 +220,13 @@ class _Trace:
                 incarnation=life.incarnation,
             ),
         }
+        at = 0
         for phase in phases:
-            yield {**common, "ph": "b", "name": phase.state, "ts": self.at(phase.began)}
-            yield {**common, "ph": "e", "name": phase.state, "ts": self.at(phase.ended)}
-        yield {**common, "ph": "e", "name": name, "ts": self.at(last.ended)}
+            begin = max(at, self.at(phase.began))
+            at = max(begin, self.at(phase.ended))
+            yield {**common, "ph": "b", "name": phase.state, "ts": begin}
+            yield {**common, "ph": "e", "name": phase.state, "ts": at}
+        yield {**common, "ph": "e", "name": name, "ts": at}
 
     # spans -----------------------------------------------------------------------------
 
@@ -227,8 +234,7 @@ class _Trace:
         tracks = self._tracks
         engines: dict[str, list[Slice[Json]]] = {}
         for span in spans:
-            begin, end = self.at(span.t), self.at(span.t + span.duration_s)
-            one = Slice(begin, end, self._named(span))
+            one = self._slice(span.t, span.t + span.duration_s, self._named(span))
             if span.track == ENGINES:
                 engines.setdefault(span.engine or "no sample", []).append(one)
                 continue

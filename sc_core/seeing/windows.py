@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,6 @@ class Windows:
     def __init__(self) -> None:
         self._published: dict[str, list[Window]] = {}  #: by incarnation, in their order
         self._held: dict[str, list[Window]] = {}
-        self._told: dict[str, int] = {}  #: windows that metrics have told of
         self._open: dict[str, dict[str, float]] = {}
         self._order: list[str] = []
 
@@ -57,14 +57,13 @@ class Windows:
     def see_metrics(self, row: Mapping[str, Any]) -> None:
         incarnation = str(row.get("incarnation"))
         windows = self._published.get(incarnation, [])
-        before = [number for number, one in enumerate(windows) if one.step < row["step"]]
-        if not before or before[-1] < self._told.get(incarnation, 0):
+        before = bisect_left(windows, row["step"], key=lambda window: window.step)
+        if not before:
             return
-        self._told[incarnation] = before[-1] + 1
         for name, field in _TIMES.items():
             value = row.get(f"timing/rollout_checkpoint/{name}")
             if isinstance(value, int | float) and value >= 0:
-                setattr(windows[before[-1]], field, float(value))
+                setattr(windows[before - 1], field, float(value))
 
     def see_span(self, span: Span) -> None:
         if span.track == TRAIN and span.name in (WAITED, SNAPSHOT):

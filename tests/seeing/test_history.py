@@ -12,10 +12,13 @@ from recorded import EPOCH, RecordedRun, at, recorded, settings, write_run
 
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
+from sc_core.events import Event
 from sc_core.seeing.history import History, read_history
 from sc_core.seeing.lives import read_lives
 from sc_core.seeing.standing import Prompts
 from sc_core.seeing.thinned import Thinned
+from sc_core.seeing.windows import Windows
+from sc_core.spans import COMMITS, HELD, TRAIN, WAITED, Span
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,31 @@ def test_a_live_run_is_read_as_far_as_it_is(run: RecordedRun, tmp_path: Path) ->
     assert history.lives.last.end is None
 
 
+def test_what_is_appended_while_it_is_read_is_left_out(run: RecordedRun, tmp_path: Path) -> None:
+    write_run(tmp_path, run.log.events[:100], [])
+    lives = read_lives(tmp_path)
+    write_run(tmp_path, run.log.events[:4000], [])  # of another life, too
+    assert [event.seq for event in lives.events()] == list(range(1, 101))
+
+
+def test_a_step_counts_up_to_the_oldest_cut_that_a_later_life_went_on_from(
+    tmp_path: Path,
+) -> None:
+    async def live(run: RecordedRun) -> None:
+        assert await run.live(at("trained", 25)) is None
+        assert await run.live(at("trained", 28)) is None
+        run.disk.remove_tree(run.directory / "step_20")  # somebody wants to go back
+        assert await run.live() is not None
+
+    history = read_history(recorded(tmp_path, live, config=settings(30)).out)
+    lives = list(history.lives.all.values())
+    assert [life.from_step for life in lives] == [0, 20, 10]
+    assert [life.until_step for life in lives] == [10, -1, 30]
+    assert [life.steps_undone for life in lives] == [15, 8, 0]
+    assert history.curves.reward.x == list(range(1, 31))
+    assert history.audit.ok and history.staleness.total() == history.audit.trained == 120
+
+
 def test_a_run_that_has_just_begun_is_a_history(tmp_path: Path, run: RecordedRun) -> None:
     write_run(tmp_path, run.log.events[:1], [])
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
@@ -203,7 +231,17 @@ def test_a_curve_stays_broken_where_it_was_interrupted() -> None:
 def test_the_levels_of_a_long_run_are_thinned(run: RecordedRun, history: History) -> None:
     assert len(run.log.events) > 9000
     assert 0 < len(history.levels.places) <= 2000
+    assert history.levels.places.y.count(None) == 2  # while no process lived
     assert history.levels.places.x[-1] <= history.lives.ended - EPOCH
+
+
+def test_the_row_of_a_late_evaluation_repeats_no_step(run: RecordedRun, tmp_path: Path) -> None:
+    rows = [row for row in run.rows if row["step"] <= 30]
+    again = {**rows[-1], "val/reward": 0.625}  # as after the end of the prompts
+    write_run(tmp_path, run.log.events[:2000], [*rows, again])
+    history = read_history(tmp_path)
+    assert history.curves.reward.x == list(range(1, 31))
+    assert (history.curves.val_reward.x[-1], history.curves.val_reward.y[-1]) == (30, 0.625)
 
 
 def test_a_number_that_is_none_is_left_out(run: RecordedRun, tmp_path: Path) -> None:
@@ -217,3 +255,46 @@ def test_a_number_that_is_none_is_left_out(run: RecordedRun, tmp_path: Path) -> 
     history = read_history(tmp_path)
     assert history.curves.reward.y == [0.5]
     assert not len(history.curves.loss)
+
+
+def held(step: int, until: float) -> Span:
+    return Span(track=TRAIN, name=HELD, t=until - 1.0, duration_s=1.0, incarnation="a", step=step)
+
+
+def waited(began: float, seconds: float) -> Span:
+    return Span(track=COMMITS, name=WAITED, t=began, duration_s=seconds, incarnation="a")
+
+
+def published(step: int) -> Event:
+    return Event(seq=step, t=0.0, incarnation="a", event="checkpoint", step=step)
+
+
+def test_a_commit_that_waits_later_did_not_wait_for_this_window() -> None:
+    windows = Windows()
+    windows.see_checkpoint(published(10))
+    windows.see_span(waited(50.0, 1.0))  # before any
+    windows.see_span(held(10, until=100.0))
+    windows.see_span(waited(99.5, 0.5))
+    windows.see_span(waited(98.5, 1.5))
+    windows.see_span(waited(130.0, 9.0))  # for one that was never held
+    (window,) = windows.all()
+    assert (window.commits, window.commit_wait_s) == (2, 1.5)
+
+
+def test_windows_whose_spans_were_lost_keep_their_place() -> None:
+    windows = Windows()
+    for step in (10, 20, 30, 40):
+        windows.see_checkpoint(published(step))
+    windows.see_metrics({"incarnation": "a", "step": 12, **times(0.5)})
+    windows.see_metrics({"incarnation": "a", "step": 31, **times(0.75)})
+    windows.see_metrics({"incarnation": "b", "step": 99, **times(9.0)})
+    for step in (20, 25, 40):
+        windows.see_span(held(step, until=float(step)))
+    told = [(w.step, w.published, w.held_s) for w in windows.all()]
+    assert told == [
+        (10, True, 0.5), (20, True, 1.0), (25, False, 1.0), (30, True, 0.75), (40, True, 1.0),
+    ]  # fmt: skip
+
+
+def times(held_s: float) -> dict[str, float]:
+    return {"timing/rollout_checkpoint/exclusive_hold_seconds": held_s}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from recorded import RecordedRun, at, settings
 
 from sc_core import Ports
 from sc_core.ports import SpanSink
+from sc_core.records import Prompt
 from sc_core.spans import JsonlSpans, Span, Spans, read_spans
 
 pytestmark = pytest.mark.anyio
@@ -92,11 +95,43 @@ async def test_a_commit_that_waits_for_a_window_says_how_long(tmp_path: Path) ->
     )
 
 
+async def test_siblings_that_are_kept_wait_for_a_window_one_by_one(tmp_path: Path) -> None:
+    by_sibling = {"rollout_recovery": {"default_granularity": "sibling"}}
+    run = RecordedRun(tmp_path, settings(20, p=8, g=3, **by_sibling))
+    await run.live()
+    spans = list(read_spans(tmp_path / "spans.jsonl"))
+    waits = [span for span in spans if span.track == "commits"]
+    assert {(span.note or "").split()[0] for span in waits} <= {"row", "commit"}
+    assert sum(span.duration_s for span in waits) == pytest.approx(
+        run.controller._state.commit_wait_s  # type: ignore[union-attr]
+    )
+
+
 async def test_a_prompt_that_waits_says_for_what(tmp_path: Path) -> None:
     spans = await recorded(tmp_path)
     waits = Counter(span.name for span in spans if span.track == "rollout pump")
-    assert waits["wait for a place"] or waits["wait for an in-flight slot"]
-    assert all(span.duration_s >= 0 for span in spans)
+    assert waits["wait for a place"]
+    pulled = sum(span.track == "engines" for span in spans) / 2
+    assert waits.total() < pulled  # one that need not wait has no span
+    spans = await recorded(tmp_path, 20, async_rl={"max_inflight_prompts": 3})
+    waits = Counter(span.name for span in spans if span.track == "rollout pump")
+    assert waits["wait for an in-flight slot"]
+
+
+async def test_a_gate_that_closes_before_a_prompt_is_pulled_is_what_it_waits_for(
+    tmp_path: Path,
+) -> None:
+    async def drained(prompt: Prompt, sibling: int, version: int) -> None:
+        await anyio.sleep(1.0)
+
+    config = settings(12, async_rl={"weight_sync_mode": "drain"})
+    run = RecordedRun(tmp_path, config, script=drained)
+    await run.live()
+    spans = list(read_spans(tmp_path / "spans.jsonl"))
+    assert any(span.name == "wait for the weight gate" for span in spans)
+    drains = [span for span in spans if span.name == "drain"]
+    assert len(drains) == 13
+    assert max(span.duration_s for span in drains) > 0.5
 
 
 async def test_a_killed_life_leaves_whole_lines_and_the_next_goes_on(tmp_path: Path) -> None:
@@ -110,6 +145,7 @@ async def test_a_killed_life_leaves_whole_lines_and_the_next_goes_on(tmp_path: P
     assert (await run.live()).step == 30
     lives = Counter(s.incarnation for s in read_spans(path) if s.name.startswith("step "))
     assert list(lives.values()) == [13, 20]
+    assert all(map(json.loads, path.read_bytes().splitlines()))  # the torn one was cut off
 
 
 class Broken:
@@ -143,6 +179,15 @@ async def test_a_sink_that_fails_is_warned_of_once_and_the_run_goes_on(
     ]
 
 
+def test_a_span_whose_body_fails_is_recorded_with_the_kind_of_error(tmp_path: Path) -> None:
+    sink = JsonlSpans(tmp_path / "spans.jsonl", incarnation="a")
+    with pytest.raises(KeyError), Spans(sink)("trainer", "prepare", step=3):
+        raise KeyError
+    sink.close()
+    (span,) = read_spans(tmp_path / "spans.jsonl")
+    assert (span.name, span.step, span.note) == ("prepare", 3, "KeyError")
+
+
 def test_without_a_sink_nothing_is_recorded() -> None:
     spans = Spans(None)
     assert not spans.on
@@ -169,9 +214,10 @@ def test_spans_wait_in_memory_up_to_a_bound(tmp_path: Path) -> None:
         sink.add("trainer", "prepare", 4.0)
     assert not path.exists()
     sink.add("trainer", "prepare", 7.0)  # a clock that was set back: no span is negative
-    sink.close()
     spans = list(read_spans(path))
     assert len(spans) == 1024
+    sink.close()
+    assert list(read_spans(path)) == spans
     assert (spans[0].duration_s, spans[-1].duration_s) == (1.0, 0.0)
 
 
