@@ -77,6 +77,12 @@ async def open_run(
         async with open_run(run_dir, config, store=…, source=…, …) as controller:
             result = await controller.run()
 
+    To end with a bundle on SIGTERM, run this in a task beside it:
+
+        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+            async for number in signals:
+                controller.stop(number.name)
+
     Takes the directory's lock, restores the newest bundle of `checkpoints/` into `store`, and
     opens `events.jsonl`, `metrics.jsonl` and `spans.jsonl`; leaving, in whatever way, closes them
     and gives the lock back. A cancel while it opens takes effect when the call under way has

@@ -30,7 +30,9 @@ class DataPlane(Protocol):
     """Where rollout tensors live; bound to one partition.
 
     Every call may be repeated with the same ids and then has the same effect as once. A call
-    that was cancelled may have happened or not.
+    that was cancelled may have happened or not. The controller awaits each for
+    `async_rl.deadlines.data_plane_s` seconds, a save for `snapshot_s`, whatever is cancelled
+    meanwhile; past that the run ends.
     """
 
     async def put_samples(
@@ -39,15 +41,23 @@ class DataPlane(Protocol):
         fields: Columns,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write the named columns of these rows; other columns of existing rows stay."""
+        """Write the named columns of these rows; other columns of existing rows stay.
+
+        N distinct ids, N values per column, and, if given, N tags: small plain data beside a row,
+        which the controller never reads back. No columns make rows without data.
+
+        Raises:
+            DataPlaneError: it was refused, or failed; some rows may have been written.
+        """
 
     async def get_samples(
         self, sample_ids: Sequence[SampleId], select_fields: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Read columns, rows in the order asked for.
+        """Read columns: of N ids, N values per column, in the order asked for.
 
         Raises:
-            MissingRows: fewer rows exist than were asked for.
+            MissingRows: some rows don't exist, or have no data; names them.
+            DataPlaneError: a row has data, but not a column asked for.
         """
 
     async def clear_samples(self, sample_ids: Sequence[SampleId]) -> None:
@@ -57,7 +67,14 @@ class DataPlane(Protocol):
         """All rows of the partition, also those without data."""
 
     async def save_checkpoint(self, directory: Path, metadata: Mapping[str, Any]) -> None:
-        """Write a snapshot and `metadata` into `directory`, which is not there yet."""
+        """Write a snapshot and `metadata` into `directory`, which is not there yet.
+
+        `metadata` is what JSON can hold. Nobody puts or clears meanwhile, and nothing needs to be
+        synced to disk: the bundle's finaliser does that.
+
+        Raises:
+            SaveError: the directory is there already, or can't be written.
+        """
 
     async def aclose(self) -> None:
         """Let go of the client; the store stays."""
@@ -70,7 +87,14 @@ class BootstrapDataPlane(Protocol):
         """Whether the *store*, seen from any process, has never held a row since it was built."""
 
     async def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
-        """Fill the untouched store from a snapshot; returns the metadata saved with it."""
+        """Fill the untouched store from a snapshot; returns the metadata saved with it.
+
+        Every file has been compared with its hash. If it fails, or is cancelled, `discard` comes
+        next, and an older bundle may be tried.
+
+        Raises:
+            RestoreOrderError: the store was touched before.
+        """
 
     async def list_sample_ids(self) -> frozenset[SampleId]:
         """All rows of the partition."""
@@ -80,7 +104,10 @@ class BootstrapDataPlane(Protocol):
 
 
 class PromptSource(Protocol):
-    """A stream of prompts whose place can be noted and found again."""
+    """A stream of prompts whose place can be noted and found again.
+
+    One call at a time, of at most `async_rl.deadlines.source_s` seconds; an error ends the run.
+    """
 
     async def next_prompt(self) -> PulledPrompt:
         """The next prompt and the position after it.
@@ -115,6 +142,9 @@ class RolloutWorker(Protocol):
     async def rollout(self, prompt: Prompt, sibling: int, weight_version: int) -> Sample:
         """Generate one sibling (0 … G-1) and its reward. Cancelling it frees what it used.
 
+        It has `async_rl.deadlines.rollout_s` seconds; past them, as after an error, the sibling
+        is tried again within its group's attempts.
+
         `prompt.payload` is the same object for all siblings and attempts, and is what bundles
         have: a conversation grows in a copy of it.
 
@@ -126,7 +156,12 @@ class RolloutWorker(Protocol):
 
 
 class Trainer(Protocol):
-    """Owns weights and optimizer; fetches its rows from the data plane itself."""
+    """Owns weights and optimizer; fetches its rows from the data plane itself.
+
+    One call at a time, but for `finalize_save`, which may run beside a step. Each has
+    `async_rl.deadlines.trainer_s` seconds, also if the run is cancelled meanwhile; an error ends
+    the run, and the next one goes on from the newest bundle.
+    """
 
     async def prepare(self, batch: Batch) -> None:
         """Compute log-probs of the batch's rows under the current weights (may write columns)."""
@@ -328,7 +363,10 @@ class GroupFilter(Protocol):
 
 
 class EventSink(Protocol):
-    """Where events go. Appending is synchronous, so an event belongs to one instant."""
+    """Where events go. Appending is synchronous, so an event belongs to one instant.
+
+    An error ends the run: what is not in the log can't be audited.
+    """
 
     def append(self, kind: EventKind, **fields: Any) -> int:
         """Record one event of this incarnation; returns its sequence number."""
@@ -352,7 +390,11 @@ class MetricsSink(Protocol):
     """Where metrics go."""
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Record one object per finished step."""
+        """Record one object per finished step, by a plain call on the event loop.
+
+        Numbers by name, such as `step`, `train/reward` and what the trainer returned. An error
+        ends the run.
+        """
 
 
 class SpanSink(Protocol):

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 256 << 20
 """Rows and weights do not go through it; only prompts, completions and reports do."""
 _START_ATTEMPTS = 3  #: Ray gives up a start that takes 30 s, as it may on a busy machine
+_FREED_S = 10.0
+"""Until a cluster knows that the CPUs of processes which have just ended, as those of an earlier
+start, are free again."""
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run talks to nobody outside
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else every start prints a notice about it
@@ -58,7 +62,11 @@ def start_ray(config: TrainConfig, logs: Path, on_exit: ExitStack) -> None:
                 address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR
             )
     if config.cluster.placement == "driver_node":
-        check_cpus(config, ray.available_resources().get("CPU", 0.0))
+        give_up = time.monotonic() + _FREED_S
+        while (free := ray.available_resources().get("CPU", 0.0)) < config.cpus_needed:
+            if time.monotonic() > give_up:
+                check_cpus(config, free)
+            time.sleep(0.1)
     here = living_nodes()[ray.get_runtime_context().get_node_id()]
     needed, there = config.cpus_needed_here, here["Resources"].get("CPU", 0.0)
     if there < needed:

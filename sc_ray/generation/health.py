@@ -29,7 +29,7 @@ from sc_ray.weight_transport import Engine
 logger = logging.getLogger(__name__)
 _BACKOFF_S = 1.0  #: before the second restart of an engine; doubles with each further one
 _MAX_BACKOFF_S = 60.0
-_NO_ROOM = "there is no room for it yet"
+_NO_ROOM = "it joins once there is room for it"
 
 
 class ProbedEngine(Engine, Protocol):

@@ -441,7 +441,7 @@ async def test_by_rule_the_first_death_ends_the_run() -> None:
 
 # engines that a run can do without -----------------------------------------------------
 
-AWAITED = "e9 awaited: there is no room for it yet"
+AWAITED = "e9 awaited: it joins once there is room for it"
 
 
 async def test_one_that_the_run_can_do_without_joins_when_there_is_room_for_it() -> None:
@@ -501,6 +501,32 @@ async def test_one_that_went_down_with_its_node_is_awaited_anew_as_often_as_that
             await anyio.sleep(1)
             assert world.log[-1] == "e9 awaited: e9 died: its node is gone"
             assert (world.coming, engine.ended, list(world.served)) == (1, True, ["e0"])
+    assert world.failures == []
+
+
+async def test_what_comes_after_a_lost_node_and_fails_counts() -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=1)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        engine = world.served["e9"]
+        engine.mood = "unreachable"
+        await anyio.sleep(31)
+        assert world.health.expects_more(), "it is quarantined"
+        engine.node_lives = False
+        world.health.died(engine, "its node is gone")
+        assert not world.health.expects_more()
+
+        def fail(engine: Engine) -> None:
+            raise WorkerDied(engine.name, "it can't import sc_ray")
+
+        world.making = fail
+        world.room.set()
+        await anyio.sleep(1)
+        assert world.log[-1].endswith("; restart 1 of 1"), world.log
+        world.room.set()
+        await anyio.sleep(1)
+    assert world.log[-1].startswith("e9 out: e9 could not be restarted: e9 died: it can't import")
     assert world.failures == []
 
 

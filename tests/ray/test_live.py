@@ -114,6 +114,11 @@ def test_it_tells_what_is_out_of_the_ordinary_and_nothing_else() -> None:
         assert told in text
 
 
+def test_how_old_a_checkpoint_from_before_is_nobody_knows() -> None:
+    text = "\n".join(shown(status(12), status(13)))
+    assert "checkpoint step_10" in text and " ago" not in text
+
+
 def test_before_the_first_step_there_is_a_panel_too() -> None:
     assert "step 0/40" in shown({"step": 0, "max_steps": 40})[1]
     assert shown({})[1:-1] == shown({})[1:-1] != []

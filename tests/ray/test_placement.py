@@ -48,9 +48,17 @@ def test_each_kind_is_spread_whatever_the_order_of_the_bundles() -> None:
         assert {where["e0"], where["e1"]} == {where["u0"], where["u1"]} == {"h", "f"}
 
 
+def test_each_kind_is_spread_also_where_nodes_have_different_room() -> None:
+    where = dealt(processes(trainers=0, engines=2, units=2), "hhhhf")
+    assert {where["e0"], where["e1"]} == {"h", "f"}
+    where = dealt(processes(trainers=0, engines=1, units=2), "hfhh")
+    assert {where["u0"], where["u1"]} == {"h", "f"}, "the engine is where most is free"
+    assert dealt(processes(trainers=1, engines=0, units=1), "hhf")["t1"] == "f"
+
+
 def test_bundles_with_gpus_are_for_those_that_asked_for_them() -> None:
-    where = dealt(processes(trainers=1, engines=2, units=3, gpus=1), "hhfgfgh")
-    assert (where["t1"], {where["e0"], where["e1"]}) == ("f", {"h", "g"})
+    where = dealt(processes(trainers=1, engines=2, units=3, gpus=1), "hhhgfff")
+    assert (where["t1"], {where["e0"], where["e1"]}) == ("g", {"h"})
 
 
 def test_one_node_takes_all() -> None:

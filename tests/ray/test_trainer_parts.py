@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from test_policy import SMALL, made_up_rows, policy, train
 
@@ -16,8 +19,9 @@ from sc_core import Batch, ConfigError, Group, ScError
 from sc_core.records import group_id, sample_ids
 from sc_ray.trainer.config import SchedulerConfig
 from sc_ray.trainer.microbatch import microbatches
-from sc_ray.trainer.peers import Peers, Rendezvous
+from sc_ray.trainer.peers import Peers, Rendezvous, interface_of
 from sc_ray.trainer.schedule import schedule
+from sc_ray.trainer.seat import LOOPBACK
 from sc_ray.trainer.shares import balanced, shares_of
 from sc_ray.trainer.snapshot import SavedPolicy
 from sc_ray.trainer.totals import Totals
@@ -231,6 +235,23 @@ def test_a_worker_that_does_not_come_up_is_named() -> None:
         Peers(rendezvous.seats[1])
     assert rendezvous.missing() == ["trainer-0", "trainer-2"]
     rendezvous.close()
+
+
+def test_workers_of_several_nodes_meet_on_a_network_and_not_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for host in (LOOPBACK, ray.util.get_node_ip_address()):
+        rendezvous = Rendezvous(1, host=host, start_s=30)
+        (seat,) = rendezvous.seats
+        socket.create_connection((host, seat.port), timeout=10).close()
+        if host != LOOPBACK:  # a machine without a network has nothing else
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((LOOPBACK, seat.port), timeout=10)
+        peers = Peers(seat)
+        assert os.environ.pop("GLOO_SOCKET_IFNAME") == interface_of(host)
+        peers.close()
+        rendezvous.close()
 
 
 # a GPU ---------------------------------------------------------------------------------
