@@ -76,7 +76,7 @@ class _Trace:
     def __init__(self, lives: Lives, begin: float) -> None:
         self._lives = lives
         self._begin = begin
-        self._ids, self._tids = count(1), count(_FIRST_THREAD)
+        self._tids = count(_FIRST_THREAD)
         self._tracks: dict[str, list[Slice[Json]]] = {track: [] for track in _TRACKS}
 
     def at(self, t: float) -> int:
@@ -202,7 +202,7 @@ class _Trace:
             "cat": "group",
             "pid": _GROUPS,
             "tid": 0,
-            "id2": {"local": f"0x{next(self._ids):x}"},  # other strings are read as one number
+            "id2": {"local": f"{first.group_id} of life {life.number}"},
         }
         yield {**common, "ph": "n", "name": "lifelines", "ts": self.at(first.began)}
         yield {

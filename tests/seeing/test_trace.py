@@ -16,7 +16,7 @@ import pytest
 import viztracer
 from browser import open_page
 from playwright.sync_api import Browser
-from recorded import RecordedRun, write_run
+from recorded import RecordedRun, recorded, settings, write_run
 
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
@@ -200,6 +200,31 @@ def test_a_run_that_was_cut_anywhere_has_a_trace(run: RecordedRun, tmp_path: Pat
         write_run(tmp_path, run.log.events[:count], [])
         (tmp_path / "spans.jsonl").write_bytes((run.out / "spans.jsonl").read_bytes()[:100_000])
         lifelines(read(write_trace(tmp_path)))
+
+
+@pytest.mark.parametrize("mode", ["in_flight", "abort_stale"])
+def test_a_stale_group_is_one_line_that_ends_with_the_drop(mode: str, tmp_path: Path) -> None:
+    """Also if the process dies between giving the group up and dropping its prompt."""
+    given_up = "aborted" if mode == "abort_stale" else "evicted"
+
+    async def live(run: RecordedRun) -> None:
+        assert await run.live(lambda e: e.event == given_up and e.seq > 300) is None
+        assert await run.live() is not None
+
+    stale: Json = {"sampler": {"name": "windowed", "max_staleness_versions": 0}}
+    stale |= {"max_buffered_rollouts": 12, "weight_sync_mode": mode}
+    config = settings(40, async_rl=stale)
+    run = recorded(tmp_path, live, config=config)
+    lines = [b["args"] for b, _ in lifelines(read(write_trace(tmp_path, steps=0)))]
+    once = Counter((args["group"], args["incarnation"]) for args in lines)
+    assert set(once.values()) == {1}
+    told = {(e.group_id, e.incarnation): e.reason for e in run.log.events if e.event == given_up}
+    assert len(told) > 5
+    ends = {(a["group"], a["incarnation"]): (a["outcome"], a.get("reason")) for a in lines}
+    before_the_kill = run.log.events[0].incarnation
+    assert [ends[group] for group in told if group[1] != before_the_kill] == [
+        ("dropped", reason) for group, reason in told.items() if group[1] != before_the_kill
+    ]
 
 
 def test_a_clock_that_was_set_back_makes_no_slice_negative(
