@@ -281,9 +281,8 @@ class Ledger:
         if not rewards:
             raise Conservation(f"commit: group {old.group_id} has no rows")
         group_id = old.group_id
-        counted = [n for n in range(len(rewards)) if n not in masked] or range(len(rewards))
-        names = sorted({name for one in components for name in one})
-        parts = {name: [components[n].get(name, 0.0) for n in counted] for name in names}
+        counted = [n for n in range(len(rewards)) if n not in masked] if masked else ()
+        told = [rewards[n] for n in counted] if counted else rewards
         group = Group(
             group_id=group_id,
             ordinal=ordinal,
@@ -292,10 +291,10 @@ class Ledger:
             end_weight_version=end_weight_version,
             commit_seq=self._next_commit_seq,
             target_step=old.target_step,
-            reward=math.fsum(rewards[n] for n in counted) / len(counted),
+            reward=math.fsum(told) / len(told),
             tokens=tokens,
             masked=tuple(masked),
-            components={name: math.fsum(values) / len(counted) for name, values in parts.items()},
+            components=_means(components, counted) if any(components) else {},
         )
         self.index.add(group)
         self._put(replace(old, state="committed", finished=()))
@@ -576,3 +575,10 @@ class Ledger:
                     f" {record.group_id}"
                 )
         return list(records.values())
+
+
+def _means(components: Sequence[Mapping[str, float]], counted: Sequence[int]) -> dict[str, float]:
+    """By name, over the siblings counted, or all of them; one that has no such number has 0."""
+    each = [components[n] for n in counted] if counted else components
+    names = sorted({name for one in components for name in one})
+    return {name: math.fsum(one.get(name, 0.0) for one in each) / len(each) for name in names}

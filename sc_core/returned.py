@@ -5,7 +5,7 @@ It comes from other processes and from user code, and goes into ledger, index an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from operator import index
 from typing import Any
 
@@ -62,9 +62,8 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
     engine = sample.engine
     if engine is not None and not (isinstance(engine, str) and engine.isprintable()):
         raise RolloutError(f"{whose()} has engine = {engine!r}, which no log could name")
-    for name, value in _items(sample.components, whose):
-        if not (isinstance(name, str) and isinstance(value, float) and abs(value) < _MOST):
-            raise RolloutError(f"{whose()} has {value!r} for the component {name!r} of its reward")
+    if sample.components != {}:
+        _check_components(sample.components, whose)
     if tokens not in _TOKENS:
         raise RolloutError(f"{whose()} has {tokens} tokens")
     if not abs(reward) < _MOST:
@@ -74,10 +73,12 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
     return replace(sample, reward=reward, tokens=tokens, end_weight_version=end)
 
 
-def _items(components: object, whose: Callable[[], str]) -> Iterable[tuple[object, object]]:
+def _check_components(components: object, whose: Callable[[], str]) -> None:
     if not isinstance(components, Mapping):
         raise RolloutError(f"{whose()} has {_kind(components)} for the components of its reward")
-    return components.items()
+    for name, value in components.items():
+        if not (isinstance(name, str) and isinstance(value, float) and abs(value) < _MOST):
+            raise RolloutError(f"{whose()} has {value!r} for the component {name!r} of its reward")
 
 
 def check_pulled(pulled: object) -> PulledPrompt:

@@ -158,8 +158,8 @@ def _out(options: argparse.Namespace) -> Path:
 def _run(
     signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
 ) -> tuple[str, int]:
+    from sc_ray.prepared import Prepared
     from sc_ray.progress import console_on, learning_curve
-    from sc_ray.setup import Prepared
     from sc_ray.views import write_views
 
     console = console_on(sys.stdout)

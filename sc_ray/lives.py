@@ -187,7 +187,7 @@ def left_behind(run: Path) -> list[str]:
     Ray's are known by the name of their session, vLLM's by that of their files in memory, which
     holds the run's id.
     """
-    from sc_ray.setup import run_id  # Ray comes with it
+    from sc_ray.run_store import run_id
 
     marks = [run_id(run)]
     found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"*{marks[0]}*")]

@@ -20,8 +20,8 @@ from sc_ray.generation import rollout_row
 from sc_ray.generation.worker import GenerationSpec, GenerationWorker
 from sc_ray.model import ModelConfig, build_model, save_weights
 from sc_ray.phrasing import Phrasing
+from sc_ray.prepared import Prepared
 from sc_ray.settings import TrainConfig, load_config
-from sc_ray.setup import Prepared
 from sc_ray.tasks import Reply, Task
 from sc_ray.tokenizer import Tokenizer
 from sc_ray.trainer.policy import Policy

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from sc_core.errors import ConfigError
+from sc_ray.actor_args import build_weight_sync
 from sc_ray.broadcast import VllmTransport
 from sc_ray.gpus import share_gpus, trainer_device
 from sc_ray.settings import TrainConfig, load_config
-from sc_ray.setup import build_weight_sync
 from sc_ray.weight_transport import FileTransport
 
 VLLM = ("generation.engine=vllm", "generation.workers=2")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sc_ray.lives import left_behind
-from sc_ray.setup import run_id
+from sc_ray.run_store import run_id
 
 PARENT = """
 import contextlib, multiprocessing, time
