@@ -106,7 +106,7 @@ def learning_curve(metrics: Path, window: int = 10) -> str:
     for line in lines:
         try:
             entry = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue  # torn by a crash
         if isinstance(entry.get("train/reward"), int | float):
             rewards[entry["step"]] = entry["train/reward"]  # a step made again counts once
