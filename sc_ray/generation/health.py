@@ -239,11 +239,15 @@ class FleetHealth(Generic[E]):
         name, settings = shard.name, self._settings
         what = "started" if death == _NO_ROOM else "restarted"
         while (number := await self._next_attempt(shard, death)) is not None:
+            if shard.state == "out":
+                return  # it has left meanwhile
             failure = await self._start_anew(shard, death, number)
             if failure is None:
                 return
-            after = "" if death == _NO_ROOM else f", after {death}"
+            after = f", after {death}" if number else ""  # a node may be lost any number of times
             death = f"{name} could not be {what}: {failure}{after}"
+        if shard.state == "out":
+            return
         self._fleet.cut_off(name, death)
         self._is(shard, "out", death)
         shard.death = None
@@ -266,9 +270,13 @@ class FleetHealth(Generic[E]):
         """None once a new engine serves; otherwise why it does not."""
         name, most = shard.name, self._settings.max_restart_attempts_per_shard
         told = f"{death}; restart {number} of {most}" if number else death
+        served = shard.in_use
         self._is(shard, "awaited" if shard.optional else "restarting", told)
         shard.death, shard.noticed = None, anyio.Event()
         self._fleet.cut_off(name, death)
+        if shard.optional and served:  # it may never come back
+            self._fleet.look_again()
+            self._count_living()
         await self._end(shard)  # there are no two of one name
         if number > 1:
             await anyio.sleep(min(_BACKOFF_S * 2.0 ** (number - 2), _MAX_BACKOFF_S))
@@ -294,11 +302,12 @@ class FleetHealth(Generic[E]):
 
     def _count_living(self) -> None:
         at_least = self._settings.min_healthy_shards
-        shards = [shard for shard in self._shards.values() if shard.state != "awaited"]
-        living = sum(shard.state != "out" for shard in shards)
+        shards = [shard for shard in self._shards.values() if shard.reason != _NO_ROOM]
+        gone = [shard for shard in shards if shard.state in ("out", "awaited")]
+        living = len(shards) - len(gone)
         if living >= at_least:
             return
-        told = "; ".join(shard.reason for shard in shards if shard.state == "out")
+        told = "; ".join(shard.reason for shard in gone)
         if not living:
             self._fail(WorkerDied("every generation worker", told))
             return
@@ -336,7 +345,7 @@ class _Shard(Generic[E]):
         self.engine = engine  #: None: there is none, or it was ended
         self.optional = engine is None
         self.state: EngineState = "awaited" if self.optional else "serving"
-        self.reason = ""  #: for its state
+        self.reason = _NO_ROOM if self.optional else ""  #: for its state
         self.death: str | None = None  #: that the rule was not followed for yet
         self.noticed = anyio.Event()
         self.failed = self.passed = 0  #: probes in a row
@@ -350,7 +359,11 @@ class _Shard(Generic[E]):
 
     async def lost_its_node(self) -> bool:
         """Whether the engine went down with its node."""
-        return self.engine is not None and await self.engine.node_is_gone()
+        try:
+            return self.engine is not None and await self.engine.node_is_gone()
+        except Exception as exc:  # whatever it is, one can't tell
+            logger.warning("the node of %s can't be looked up: %s", self.name, exc)
+            return False
 
     @property
     def in_use(self) -> bool:

@@ -38,6 +38,7 @@ class Engine:
         self.name, self.life = name, life
         self.mood = "well"  #: or `hangs`, `unreachable`, `dead`
         self.node_lives = True
+        self.looking_s = 0.0  #: for its node
         self.ended = False
 
     def __repr__(self) -> str:
@@ -58,7 +59,7 @@ class Engine:
             await anyio.sleep_forever()
 
     async def node_is_gone(self) -> bool:
-        await anyio.lowlevel.checkpoint()
+        await anyio.sleep(self.looking_s)
         return not self.node_lives
 
     def end(self) -> None:
@@ -571,3 +572,96 @@ async def test_by_no_rule_does_one_that_the_run_can_do_without_end_it(settings: 
         await anyio.sleep(1000)
     assert world.log[-1] == "e9 out: e9 died: it was killed"
     assert world.failures == [] and world.coming == 0
+
+
+@pytest.mark.parametrize("of", ["rollouts", "counts"])
+async def test_the_last_one_that_is_awaited_anew_leaves_nobody_waiting(of: str) -> None:
+    """Who waited for it while it was quarantined would wait until there is room again."""
+    world = World(1, ("e9",), on_dead_shard="leave_out")
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(1)
+        engine = world.served["e9"]
+        if of == "rollouts":
+            engine.mood = "unreachable"
+            await anyio.sleep(35)
+            assert world.health.expects_more() and not world.served
+        looked = world.looked
+        engine.node_lives = False
+        world.health.died(engine, "its node is gone")
+        await anyio.sleep(1)
+        assert world.looked == looked + 1 and not world.health.expects_more()
+    assert world.log[-1] == "e9 awaited: e9 died: its node is gone"
+    assert [str(failure) for failure in world.failures] == [
+        "every generation worker died: e0 died: it was killed; e9 died: its node is gone"
+    ]
+
+
+async def test_one_that_is_awaited_anew_is_missing_from_those_that_must_live() -> None:
+    world = World(2, ("e9",), on_dead_shard="leave_out", min_healthy_shards=2)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        world.health.died(world.first["e0"], "it was killed")
+        await anyio.sleep(1)
+        assert world.failures == []
+        world.served["e9"].node_lives = False
+        world.health.died(world.served["e9"], "its node is gone")
+        await anyio.sleep(1)
+    assert str(world.failures[0]).startswith("too many generation workers died: 1 of 3 are left")
+    assert str(world.failures[0]).endswith("e0 died: it was killed; e9 died: its node is gone")
+
+
+@pytest.mark.parametrize("node_lives", [True, False])
+async def test_one_that_leaves_while_its_node_is_looked_up_is_not_awaited(node_lives: bool) -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=0)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        engine = world.served["e9"]
+        engine.node_lives, engine.looking_s = node_lives, 3.0
+        world.health.died(engine, "it was killed")
+        await anyio.sleep(1)
+        world.health.has_left("e9")
+        world.room.set()
+        await anyio.sleep(100)
+    assert world.log[-1] == "e9 out: it has left"
+    assert not engine.ended and len(world.made) == 1
+
+
+async def test_a_node_that_can_t_be_looked_up_counts_as_one_that_lives() -> None:
+    world = World(1, ("e9",), max_restart_attempts_per_shard=1)
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        world.served["e9"].node_is_gone = no_answer  # type: ignore[method-assign]
+        world.health.died(world.served["e9"], "it was killed")
+        await anyio.sleep(1)
+        assert world.log[-1] == "e9 awaited: e9 died: it was killed; restart 1 of 1"
+    assert world.failures == []
+
+
+async def no_answer() -> bool:
+    raise RuntimeError("Ray does not answer")
+
+
+async def test_what_a_node_lost_while_it_joined_is_told_once_however_often_it_happens() -> None:
+    world = World(1, ("e9",))
+
+    def making(engine: Engine) -> None:
+        engine.node_lives, engine.mood = False, "dead"
+
+    async with world.looked_after():
+        world.room.set()
+        await anyio.sleep(30)
+        world.served["e9"].node_lives = False
+        world.health.died(world.served["e9"], "its node is gone")
+        world.making = making
+        for _ in range(20):
+            await anyio.sleep(30)
+            world.room.set()
+        await anyio.sleep(30)
+    told = "e9 awaited: e9 could not be restarted: e9 died: it was killed again"
+    assert world.log[-1] == told and world.log.count(told) == 20
