@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ray
 
 from sc_core import (
@@ -31,7 +33,7 @@ def share_gpus(config: TrainConfig, there: float, *, usable: bool) -> str:
         ConfigError: engines or trainer would wait for GPUs for ever, or meet on the same one.
     """
     generation, workers = config.generation, config.policy.workers
-    engines = generation.workers * generation.gpus
+    engines = taken(generation.workers, generation.gpus)
     if engines > there:
         raise ConfigError(
             f"generation.gpus is {generation.gpus:g}: {generation.workers} generation workers need"
@@ -59,3 +61,10 @@ def share_gpus(config: TrainConfig, there: float, *, usable: bool) -> str:
             + ("" if usable else ", and torch can use none")
         )
     return "cuda" if enough and config.policy.device != "cpu" else "cpu"
+
+
+def taken(engines: int, gpus: float) -> float:
+    """GPUs that so many engines take; a share of one lies on one GPU, beside others that fit."""
+    if not 0 < gpus < 1:
+        return engines * gpus
+    return math.ceil(engines / math.floor(1 / gpus + 1e-9))

@@ -34,6 +34,7 @@ from sc_ray.trainer.config import OptimizerConfig, SchedulerConfig, Sharding
 from sc_ray.watching.config import LoggerConfig
 
 HOLDS_OUT = frozenset({"two_digit_sums"})  #: built-in tasks with held-out prompts of their own
+_LEAST_GPUS = 1e-4  #: that Ray counts
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +129,11 @@ class GenerationConfig(_Settings, frozen=True):
     def __post_init__(self) -> None:
         if not self.gpus >= 0:
             raise ConfigError(f"generation.gpus is {self.gpus}; it must be at least 0")
+        if self.gpus > 1 and self.gpus % 1 or 0 < self.gpus < _LEAST_GPUS:
+            raise ConfigError(
+                f"generation.gpus is {self.gpus:g}; Ray keeps whole GPUs for an engine, or a share"
+                f" of one, {_LEAST_GPUS:g} at least"
+            )
         if self.engine == "vllm" and self.gpus and self.vllm.gpus > max(self.gpus, 1):
             raise ConfigError(
                 f"generation.gpus is {self.gpus:g}, and generation.vllm.engine_args spread an"
