@@ -102,8 +102,10 @@ from sc_core.replay import replay_run as replay_run
 from sc_core.report import StallReport as StallReport
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
+from sc_core.restore import check_config as check_config
 from sc_core.restore import check_resume as check_resume
 from sc_core.restore import check_store as check_store
+from sc_core.restore import choose_bundle as choose_bundle
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
@@ -218,10 +220,12 @@ __all__ = [
     "build_sampler",
     "candidates",
     "check_capacity",
+    "check_config",
     "check_keys",
     "check_resume",
     "check_scope",
     "check_store",
+    "choose_bundle",
     "decode",
     "in_thread",
     "inline",

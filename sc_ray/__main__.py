@@ -45,6 +45,7 @@ _LOOK_EVERY_S = 0.1
 _QUIET_S = 60.0
 """Longer without progress is worth a line of `status`."""
 _CONTROLLER = "the controller"
+_OF_A_STEP = ("step", "max_steps", "last_metrics", "places_held", "places_capacity")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,18 +138,42 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_under(signals: Any, options: argparse.Namespace) -> int:
+    from sc_ray.before_ray import check_start, metrics_port
+    from sc_ray.prepared import Prepared
+    from sc_ray.progress import PlainConsole
     from sc_ray.settings import load_config
 
     config = load_config(options.config, options.settings)
-    with RunDirectory(_out(options)) as run:
+    resume = _resume(options)
+    prepared, out, say = Prepared.of(config), _out(options), PlainConsole(sys.stdout).say
+    if not out.exists():  # and does not come to be, unless something is started
+        metrics_port(config.logger)
+    with RunDirectory(out) as run:
+        over = check_start(config, run.path, prepared, resume, say)
+        if over is not None:
+            say(
+                f"nothing left to do: step {over.step} of {config.grpo.max_num_steps} is in"
+                f" {over.path}"
+            )
+            return DONE
+        before = _without_phase(run.path)
         run.report("starting")
         try:
-            phase, status = _run(signals, options, config, run)
+            phase, status = _run(signals, config, run, prepared, resume)
         except BaseException as exc:
-            run.report("failed", {**_without_phase(run.path), "error": str(exc)})
+            run.report("failed", {**_last_step(run.path, before), "error": str(exc)})
             raise
-        run.report(phase, _without_phase(run.path))
+        run.report(phase, _last_step(run.path, before))
         return status
+
+
+def _resume(options: argparse.Namespace) -> Any:
+    if options.resume in ("auto", "never"):
+        return options.resume
+    path = Path(options.resume)
+    if not path.is_dir():
+        raise ConfigError(f"--resume: there is no checkpoint {path}; auto takes the newest")
+    return path
 
 
 def _out(options: argparse.Namespace) -> Path:
@@ -156,18 +181,13 @@ def _out(options: argparse.Namespace) -> Path:
 
 
 def _run(
-    signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
+    signals: Any, config: Any, run: RunDirectory, prepared: Any, resume: Any
 ) -> tuple[str, int]:
-    from sc_ray.prepared import Prepared
     from sc_ray.progress import console_on, learning_curve
     from sc_ray.views import write_views
 
     console = console_on(sys.stdout)
     signals.on_leave = console.leave
-    resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
-    if isinstance(resume, Path) and not resume.is_dir():
-        raise ConfigError(f"--resume: there is no checkpoint {resume}; auto takes the newest")
-    prepared = Prepared.of(config)
     most = config.cluster.max_controller_restarts
     for restart in range(1, most + 2):
         try:
@@ -196,6 +216,8 @@ def _run(
     if result.reason in ("stopped", "must_save_by"):
         in_time = "" if result.reason == "stopped" else ", as checkpoint_must_save_by says"
         console.say(f"stopped at {reached}{in_time}: {curve}{newest}")
+        if has_bundle:
+            console.say("the same command goes on from there")
         return "stopped", STOPPED if has_bundle else FAILED
     why = "" if result.reason == "max_steps" else ", out of prompts"
     console.say(f"done: {reached}{why}; {curve}{newest}")
@@ -254,6 +276,14 @@ def _may_restart(death: WorkerDied) -> bool:
     """Whether it was the controller's process that died, and not by an error of its own start."""
     started = not getattr(death.__cause__, "actor_init_failed", False)
     return death.worker == _CONTROLLER and started
+
+
+def _last_step(path: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """What this start told of itself; of a step, what one `before` did if it made none."""
+    told = _without_phase(path)
+    if not told.get("last_metrics"):
+        told |= {name: before[name] for name in _OF_A_STEP if name in before}
+    return told
 
 
 def _without_phase(path: Path) -> dict[str, Any]:
