@@ -48,6 +48,7 @@ ELSEWHERE = {
     "async_rl.generation_fleet_health.refit_timeout_s": "use async_rl.deadlines.weight_sync_s",
     "async_rl.generation_fleet_health.selection": "the engine with the fewest requests is next",
     "async_rl.generation_router": "requests go to engines through Ray alone",
+    "async_rl.max_trajectory_age_steps": "use async_rl.sampler.max_staleness_versions",
     "async_rl.recompute_kv_cache_after_weight_updates": (
         "vLLM always recomputes it; generation.vllm.pause_mode says what becomes of requests"
     ),
