@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ def _live(
     import anyio
     from ray.exceptions import RayActorError
 
+    from sc_ray.driver_log import warnings_in
     from sc_ray.failures import ControllerFailed
     from sc_ray.setup import setup_single_controller, start_actor
     from sc_ray.supervise import supervise
@@ -244,6 +246,7 @@ def _live(
 
     with ExitStack() as on_exit:
         log = on_exit.enter_context((run.path / LOGS / "driver.log").open("a"))
+        on_exit.enter_context(warnings_in(log))
         on_exit.enter_context(redirect_stdout(log))  # Ray reports deaths on it, at length
 
         def say(stage: str) -> None:
@@ -257,11 +260,15 @@ def _live(
             run.facts["prometheus"] = args.metrics_url
             console.say(f"metrics for Prometheus at {args.metrics_url}")
         actor = start_actor(args, on_exit)
-        steps, store = config.grpo.max_num_steps, processes_of(args.rows)
+        watch = partial(
+            supervise,
+            *(actor, run, console, signals),
+            max_steps=config.grpo.max_num_steps,
+            vital=processes_of(args.rows),
+            resumed_from=args.sent.path,
+        )
         try:
-            return anyio.run(
-                lambda: supervise(actor, run, console, signals, max_steps=steps, vital=store)
-            )
+            return anyio.run(watch)
         except ControllerFailed as exc:
             more = run.path / LOGS / "failure.txt"
             more.write_text(exc.traceback_text)
@@ -283,6 +290,8 @@ def _last_step(path: Path, before: dict[str, Any]) -> dict[str, Any]:
     told = _without_phase(path)
     if not told.get("last_metrics"):
         told |= {name: before[name] for name in _OF_A_STEP if name in before}
+    if not told.get("last_evaluation") and "last_evaluation" in before:
+        told["last_evaluation"] = before["last_evaluation"]
     return told
 
 
@@ -357,13 +366,13 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(told).decode())
         return DONE
-    from sc_ray.progress import engines_away, step_line
+    from sc_ray.progress import ago, engines_away, step_line
 
     age_s = time.time() - told.get("t", time.time())
     where = f"pid {pid}" if pid is not None else "not running"
     quiet_s = told.get("quiet_s", 0.0) if pid is not None else 0.0
     serving = ", ".join(told.get("engines") or ())
-    print(f"{told.get('phase', 'starting')} ({where}), {age_s:.1f} s ago")
+    print(f"{told.get('phase', 'starting')} ({where}), {ago(age_s)}")
     for line in (
         told.get("stage", ""),
         step_line(told, told.get("max_steps", 0)),
