@@ -255,12 +255,16 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
         "pending": counts(report.pending),
     }
     if report.engines:
+        named = report.names_servers
         facts["engines"] = "; ".join(
-            f"{name} served {engine.groups:,} groups, confirmed {engine.confirmed:,} versions"
+            f"{name} "
+            + (f"served {engine.groups:,} groups, " if named else "")
+            + f"confirmed {engine.confirmed:,} versions"
             + (f" ({engine.joined} of them when it joined)" if engine.joined else "")
             for name, engine in report.engines.items()
         )
-        facts["confirmed"] = report.served
+        if named:
+            facts["confirmed"] = report.served
     if report.bundles:
         facts["agree with the log"] = ", ".join(report.bundles)
     if report.other_bundles:

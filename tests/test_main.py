@@ -359,6 +359,19 @@ def test_audit_of_a_log_alone(run: Path, command: Command) -> None:
     assert "agree with the log" not in printed
 
 
+def test_audit_speaks_of_served_groups_where_they_name_their_engines(
+    run: Path, command: Command
+) -> None:
+    log = run / "events.jsonl"
+    printed = command("audit", log)[1]
+    assert " served " in printed and "  confirmed " in printed
+    unnamed = [msgspec.structs.replace(event, served=None) for event in read_events(log)]
+    log.write_bytes(msgspec.json.Encoder().encode_lines(unnamed))
+    status, printed = command("audit", log)
+    assert (status, " confirmed " in printed) == (0, True)
+    assert " served " not in printed and "which engine" not in printed
+
+
 def test_audit_names_a_damaged_bundle_and_compares_the_others(run: Path, command: Command) -> None:
     (run / "checkpoints" / "step_6" / "MANIFEST.json").unlink()
     status, printed = command("audit", run)
