@@ -56,7 +56,9 @@ class GrpoConfig(_Settings, frozen=True):
     learnt from them. For whoever builds the rollout worker, which knows them."""
     use_dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and fill the step with others: relative to their
-    mean they teach nothing. Each is recorded as dropped. A `Ports.group_filter` goes before it."""
+    mean they teach nothing. Each is recorded as dropped, and
+    `async_rl.max_consecutive_filtered_groups` bounds how many in a row. A `Ports.group_filter` goes
+    before it."""
     val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
@@ -174,6 +176,9 @@ class AsyncRlConfig(_Settings, frozen=True):
     """What becomes of the prompt of a group that is too old to train on: it is given up, which the
     event log records, or goes out again."""
     max_stale_requeues: int = 2  #: times that a prompt goes out again for that, at most
+    max_consecutive_filtered_groups: int | None = 1000
+    """Groups that a filter rejects with no commit in between; one more ends the run: the filter
+    keeps nothing. A tenth of it, or 100 in a row, is worth a warning. None: no bound."""
     weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
     """What becomes of requests that are under way when the weights move.
 
@@ -304,6 +309,8 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(0, f"{key}backoff_base_s", failure.backoff_base_s)
         _at_least(0, f"{key}max_backoff_s", failure.max_backoff_s)
         _at_least(0, "async_rl.max_stale_requeues", rl.max_stale_requeues)
+        filtered = rl.max_consecutive_filtered_groups
+        _at_least(1, "async_rl.max_consecutive_filtered_groups", filtered)
         _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
         _at_least(0, "async_rl.stop_grace_s", rl.stop_grace_s)
         stall_timeout_s = rl.stall_watchdog.stall_timeout_s
@@ -371,6 +378,19 @@ def decode(
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{source}: {cause}") from exc
         raise ConfigError(f"{source}: {_told(str(exc), data, into)}") from exc
+
+
+def check_config(config: object) -> None:
+    """Refuse what are no settings of a controller, such as the plain data of some.
+
+    Raises:
+        ConfigError: they are none; says how to make them.
+    """
+    if not isinstance(config, ControllerConfig):
+        raise ConfigError(
+            f"the settings are a value of type {type(config).__name__}, not a ControllerConfig;"
+            " sc_core.decode(…, ControllerConfig) makes one of plain data"
+        )
 
 
 def check_keys(

@@ -26,6 +26,7 @@ from sc_core.errors import (
     InventoryMismatch,
     RestoreError,
     RestoreOrderError,
+    checkpoints,
 )
 from sc_core.manifest import parse_name
 from sc_core.ports import BootstrapDataPlane, Runner
@@ -172,8 +173,8 @@ def check_resume(store: BundleStore, resume: Literal["auto", "never"] | Path) ->
     present = candidates(store.directory, store.disk) if resume == "never" else ()
     if present:
         raise ConfigChanged(
-            f"{store.directory} holds {len(present)} checkpoints: resume from them,"
-            " or choose another directory to start afresh"
+            f"{store.directory} holds {checkpoints(len(present))}: resume from there, or choose"
+            " another directory to start afresh"
         )
     if isinstance(resume, Path) and parse_name(resume.name) is None:
         raise ConfigChanged(

@@ -48,6 +48,11 @@ _QUIET_S = 60.0
 """Longer without progress is worth a line of `status`."""
 _CONTROLLER = "the controller"
 _OF_A_STEP = ("step", "max_steps", "last_metrics", "places_held", "places_capacity")
+_OF_THE_EXTRA = frozenset(
+    "omegaconf prometheus_client psutil ray rich safetensors tensorboard torch transfer_queue"
+    " transformers yaml".split()
+)
+"""What the extra `ray` installs, as it is imported."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,6 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILED
     except ConfigError as exc:
         return _complain(exc, WRONG_USAGE)
+    except ModuleNotFoundError as exc:
+        missing = (exc.name or "").partition(".")[0]
+        if missing not in _OF_THE_EXTRA:
+            raise
+        said = f"this needs {missing}, which is not here: pip install 'single-controller[ray]'"
+        return _complain(ConfigError(said), WRONG_USAGE)
     except (ScError, OSError) as exc:
         return _complain(exc, FAILED)
 

@@ -27,6 +27,9 @@ ELSEWHERE = {
         " max_trajectory_age_steps is async_rl.sampler.max_staleness_versions"
     ),
     "grpo.batch_multiplier": "groups that are dropped are replaced by themselves",
+    "grpo.dynamic_sampling_max_gen_batches": (
+        "use async_rl.max_consecutive_filtered_groups, in groups without a commit between"
+    ),
     "grpo.max_rollout_turns": "use task.max_turns",
     "grpo.normalize_rewards": "use advantages.normalize_rewards",
     "grpo.reward_scaling": _REWARD,
