@@ -71,6 +71,9 @@ class GroupBuilder:
         self._filter = group_filter
         self._max_filtered = config.async_rl.max_consecutive_filtered_groups
         self._filtered_in_a_row = 0  #: since the last commit
+        self._worth_a_warning: int | None = _MANY  #: so many; None: there was one
+        if self._max_filtered is not None:
+            self._worth_a_warning = min(_MANY, -(-self._max_filtered // 10))
         self._siblings = config.grpo.num_generations_per_prompt
         self._rollout_s = config.async_rl.deadlines.rollout_s
         self._keeps_siblings = config.rollout_recovery.default_granularity == "sibling"
@@ -272,7 +275,8 @@ class GroupBuilder:
         if bound is not None and self._filtered_in_a_row >= bound:
             raise TooManyFiltered(group, bound)
         self._filtered_in_a_row += 1
-        if self._filtered_in_a_row == (_MANY if bound is None else min(_MANY, -(-bound // 10))):
+        if self._filtered_in_a_row == self._worth_a_warning:
+            self._worth_a_warning = None
             logger.warning(
                 "group_filter.keep has rejected %d groups and none was committed since;"
                 " async_rl.max_consecutive_filtered_groups is %s",

@@ -101,10 +101,13 @@ async def test_a_filter_that_keeps_nothing_ends_the_run(
 
 
 @pytest.mark.anyio
-async def test_a_commit_in_between_starts_the_count_of_filtered_groups_anew() -> None:
+async def test_a_commit_in_between_starts_the_count_of_filtered_groups_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run = MemoryRun(bounded(40), range(1000), group_filter=Rejects(keeps_each=11))
     assert (await run.run()).step == 3
     assert Counter(event.event for event in run.log.events)["dropped"] > 2 * 40
+    assert len(caplog.records) == 1  # one warning is enough
 
 
 @pytest.mark.anyio
