@@ -78,7 +78,7 @@ def train(run: Path, *more: str) -> int:
 @pytest.mark.parametrize(
     ("more", "status", "says"),
     [
-        (["--resume", "never"], FAILED, "holds 2 checkpoints: resume from them"),
+        (["--resume", "never"], FAILED, "holds 2 checkpoints: resume from"),
         (["--resume", "RUN/checkpoints/step_999"], WRONG_USAGE, "there is no checkpoint RUN/check"),
         (["--resume", "RUN/checkpoints/step_2"], FAILED, "also holds step_4: move them away"),
         (["logger.prometheus_port=PORT"], WRONG_USAGE, "Address already in use"),
