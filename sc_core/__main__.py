@@ -179,7 +179,7 @@ def read_config(path: Path) -> ControllerConfig:
     raw = path.read_bytes()
     try:
         data = msgspec.json.decode(raw)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, RecursionError) as exc:
         if path.suffix == ".json":
             raise UsageError(f"{path} is no JSON: {exc}") from exc
         data = read_yaml(path, raw)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
+
+import anyio
 
 from sc_core.calls import at_once, in_thread, settle, told
 from sc_core.clients import AsyncClient, FieldsCodec, PlainFields
@@ -25,6 +29,7 @@ from sc_core.ports import Columns, DataPlane, Runner
 from sc_core.records import SampleId
 from sc_core.restore import ReadyStore
 
+logger = logging.getLogger(__name__)
 R = TypeVar("R")
 Tags = Sequence[Mapping[str, Any]] | None
 _NAMES = "sc_core.columns"  #: in the metadata of a snapshot, under `put="insert"`
@@ -75,6 +80,8 @@ class ClientStore:
         self._names: dict[SampleId, frozenset[str]] = {}  #: columns of rows that were put here
         self._unwritten: dict[SampleId, dict[str, Any]] = {}
         """Under `insert`: whole rows that were cleared to be put again, and may not have been."""
+        self._in_use: dict[SampleId, anyio.Event] = {}
+        """Under `insert`: rows of calls under way; each is set when its call is over."""
 
     def __repr__(self) -> str:
         return f"<ClientStore of partition {self.partition}, build {self.builds}>"
@@ -88,7 +95,13 @@ class ClientStore:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        """Close the client; if the body failed, a failure to close is a warning in the log."""
+        try:
+            await self.aclose()
+        except ScError as exc:
+            if error is None:
+                raise
+            logger.warning("%r did not close: %s", self, exc)
 
     async def connect(self, ready: ReadyStore) -> DataPlane:
         """The data plane of a controller. Closing it leaves the store open."""
@@ -115,17 +128,16 @@ class ClientStore:
             raise RestoreOrderError("load_checkpoint needs an untouched store; call discard first")
         client = self._opened()
         self._touched = True
-        loaded = dict(
-            await self._call(
-                "load_checkpoint",
-                lambda: client.load_checkpoint(directory),
-                self._snapshot_deadline_s,
-                error=RestoreError,
-            )
+
+        async def load() -> dict[str, Any]:
+            loaded = dict(await client.load_checkpoint(directory))
+            kept = loaded.pop(_NAMES, {})
+            self._names = {one: frozenset(names) for one, names in kept.items()}
+            return loaded
+
+        return await self._call(
+            "load_checkpoint", load, self._snapshot_deadline_s, error=RestoreError
         )
-        kept = loaded.pop(_NAMES, {})
-        self._names = {one: frozenset(names) for one, names in kept.items()}
-        return loaded
 
     async def discard(self) -> None:
         """Close the client, and build a new store."""
@@ -158,7 +170,10 @@ class ClientStore:
         columns = {name: list(values) for name, values in fields.items()}
         given = None if tags is None else [dict(tag) for tag in tags]
         write = self._insert if self._inserts else self._merge
-        await self._call("put_samples", partial(write, client, list(sample_ids), columns, given))
+        async with self._alone_with(sample_ids):
+            await self._call(
+                "put_samples", partial(write, client, list(sample_ids), columns, given)
+            )
 
     async def get_samples(
         self, sample_ids: Sequence[SampleId], select_fields: Sequence[str]
@@ -175,7 +190,8 @@ class ClientStore:
         if bare := [one for one in ids if self._names.get(one, {""}) == frozenset()]:
             raise MissingRows(bare)
         try:
-            columns = await self._call("get_samples", read)
+            async with self._alone_with(ids):
+                columns = await self._call("get_samples", read)
         except CallTimeout:
             raise
         except DataPlaneError as exc:
@@ -192,22 +208,21 @@ class ClientStore:
         client, doomed = self._opened(), set(sample_ids)
 
         async def clear() -> None:
-            listed = await client.list_sample_ids(self.partition)
+            listed = await self._listed(client)
             if there := sorted(doomed.intersection(listed)):  # none might stand for all
                 await client.clear_samples(there, self.partition)
 
         if doomed:
-            await self._call("clear_samples", clear)
-            for one in doomed:
-                self._names.pop(one, None)
-                self._unwritten.pop(one, None)
+            async with self._alone_with(doomed):
+                await self._call("clear_samples", clear)
+                for one in doomed:
+                    self._names.pop(one, None)
+                    self._unwritten.pop(one, None)
 
     async def list_sample_ids(self) -> frozenset[SampleId]:
         """As of `DataPlane`."""
         client = self._opened()
-        return frozenset(
-            await self._call("list_sample_ids", lambda: client.list_sample_ids(self.partition))
-        )
+        return await self._call("list_sample_ids", lambda: self._listed(client))
 
     async def save_checkpoint(self, directory: Path, metadata: Mapping[str, Any]) -> None:
         """As of `DataPlane`."""
@@ -234,7 +249,7 @@ class ClientStore:
     async def _insert(
         self, client: AsyncClient, ids: list[SampleId], columns: Columns, tags: Any
     ) -> None:
-        there = sorted(set(ids).intersection(await client.list_sample_ids(self.partition)))
+        there = sorted((await self._listed(client)).intersection(ids))
         rows = {one: dict(self._unwritten.get(one, {})) for one in ids}
         await self._read_back(client, [one for one in there if one not in self._unwritten], rows)
         for at, one in enumerate(ids):
@@ -274,6 +289,33 @@ class ClientStore:
         await client.put_samples(ids, self.partition, encoded, tags)
 
     # calls of the client ----------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _alone_with(self, ids: Iterable[SampleId]) -> AsyncIterator[None]:
+        """Under `insert`, wait until no other call of this store has one of these rows.
+
+        One write of a row would lose the columns of another, and a read could find it cleared.
+        """
+        if not self._inserts:
+            yield
+            return
+        mine, over = set(ids), anyio.Event()
+        while taken := mine.intersection(self._in_use):
+            await self._in_use[min(taken)].wait()
+        self._in_use |= dict.fromkeys(mine, over)
+        try:
+            yield
+        finally:
+            for one in mine:
+                del self._in_use[one]
+            over.set()
+
+    async def _listed(self, client: AsyncClient) -> frozenset[SampleId]:
+        listed = await client.list_sample_ids(self.partition)
+        rows = frozenset() if isinstance(listed, str) else frozenset(listed)
+        if isinstance(listed, str) or not all(isinstance(one, str) for one in rows):
+            raise DataPlaneError(f"list_sample_ids returned {listed!r:.80}, which are no row ids")
+        return rows
 
     async def _check_there(self, ids: list[SampleId], error: Exception | None) -> None:
         """Raise `MissingRows`, if that is why a read failed."""

@@ -40,7 +40,7 @@ class PromptList:
             try:
                 encoded = msgspec.msgpack.encode(prompt)
                 self._prompts.append(msgspec.msgpack.decode(encoded))
-            except (TypeError, msgspec.MsgspecError) as exc:
+            except (TypeError, ValueError, OverflowError, RecursionError) as exc:
                 raise ConfigError(f"prompt {number} can't be kept in a bundle: {exc}") from exc
             digest.update(encoded)
         if not self._prompts:
@@ -119,14 +119,18 @@ class GroupAdvantages:
 
     def _of_group(self, rewards: Sequence[float], masked: Sequence[bool]) -> list[float]:
         trained = [r for r, m in zip(rewards, masked, strict=True) if not m]
-        if all(reward == trained[0] for reward in trained):  # rounding makes no difference of it
+        alike = all(
+            reward == trained[0] for reward in trained
+        )  # rounding makes no difference of it
+        if alike or len(trained) == 1:  # NaN is not even like itself
             return [0.0] * len(rewards)
         mean = math.fsum(trained) / len(trained)
-        scale = 1.0
-        if self.normalize:
-            squares = math.fsum((reward - mean) ** 2 for reward in trained)
-            scale = math.sqrt(squares / (len(trained) - 1))
-        return [0.0 if m else (r - mean) / scale for r, m in zip(rewards, masked, strict=True)]
+        spread, rows = 1.0, 1.0
+        if self.normalize:  # unlike the sum of squares, hypot neither underflows nor overflows
+            spread, rows = math.hypot(*(r - mean for r in trained)), math.sqrt(len(trained) - 1)
+        return [
+            0.0 if m else (r - mean) / spread * rows for r, m in zip(rewards, masked, strict=True)
+        ]
 
 
 class SharedWeights:

@@ -21,7 +21,7 @@ from sc_core.errors import RestoreError
 from sc_core.ports import EventKind
 
 logger = logging.getLogger(__name__)
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -96,7 +96,7 @@ def _read(path: Path) -> Iterator[tuple[Event, int]]:
                 return
             try:
                 event = _decode(line)
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, RecursionError) as exc:
                 unreadable = not isinstance(exc, msgspec.ValidationError)
                 if unreadable and not file.readline():
                     return  # nothing comes after it: torn by a power cut

@@ -22,6 +22,7 @@ from sc_core.errors import (
 from sc_core.records import GroupId, PulledPrompt, Sample, SampleId
 
 _encode = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder(enc_hook=float).encode  #: as metrics are written
 _UNCHANGEABLE = frozenset({int, str, bytes, type(None)})
 _MOST = 2.0**128  #: of a reward, as in float32, and so that the sum of many is finite as well
 _TOKENS = range(2**48)  #: the sum of many still fits into 64 bits
@@ -108,6 +109,24 @@ def check_mapping(answer: object, call: str, expected: str) -> Mapping[str, Any]
     if not isinstance(answer, Mapping):
         raise WrongAnswer(f"{call} returned {_kind(answer)}, not {expected}")
     return answer
+
+
+def check_metrics(answer: object, call: str) -> Mapping[str, Any]:
+    """
+    Raises:
+        WrongAnswer: these are no metrics, or no file can hold one of them; names it.
+    """
+    metrics = check_mapping(answer, call, "the metrics of the step")
+    for name, value in metrics.items():
+        try:
+            if not isinstance(name, str):
+                raise TypeError(f"{_kind(name)} is no name")
+            _encode_json({name: value})
+        except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
+            raise WrongAnswer(
+                f"{call} returned the metric {name!r:.60}, which no file can hold: {exc}"
+            ) from exc
+    return metrics
 
 
 def check_count(answer: object, call: str, expected: str) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sc_core.events import Lines
+from sc_core.events import Count, Lines
 from sc_core.ports import SpanSink
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     t: float  #: unix seconds, when it began
     duration_s: Annotated[float, msgspec.Meta(ge=0)]
     incarnation: str
-    step: int | None = None  #: being made, or the last finished one
-    weight_version: int | None = None
+    step: Count | None = None  #: being made, or the last finished one
+    weight_version: Count | None = None
     group_id: str | None = None
-    sibling: int | None = None
+    sibling: Count | None = None
     engine: str | None = None
     note: str | None = None
 
@@ -163,7 +163,7 @@ class JsonlSpans:
         """Write what is left, and let go of the file; a failure is a warning in the log."""
         try:
             self.flush()
-        except OSError as exc:
+        except Exception as exc:  # of the disk, or of something in them that no JSON can hold
             logger.warning("the last spans of this run are lost: %s", exc)
         if self._lines is not None:
             self._lines.close()
@@ -176,7 +176,7 @@ def read_spans(path: str | Path) -> Iterator[Span]:
         for line in file:
             try:
                 yield _decode(line)
-            except msgspec.DecodeError:  # torn by a power cut, or of another version
+            except (msgspec.DecodeError, RecursionError):  # torn, or of another version
                 continue
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from sc_core.calls import in_thread
 from sc_core.disk import LOCAL
-from sc_core.errors import BundleDamaged
+from sc_core.errors import BundleDamaged, SaveError
 from sc_core.ports import Columns, Runner
 from sc_core.records import Batch, SampleId
 
@@ -82,8 +82,20 @@ class StepTrainer(ABC):
         self._rows = {}
 
     async def save(self, directory: Path) -> None:
-        """Write `state` as `state.msgpack`."""
-        encoded = msgspec.msgpack.encode(self.state)
+        """Write `state` as `state.msgpack`.
+
+        Raises:
+            SaveError: msgpack can't hold it, or no start would read so much again.
+        """
+        try:
+            encoded = msgspec.msgpack.encode(self.state)
+        except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+            raise SaveError(f"the trainer's state can't be saved as msgpack: {exc}") from exc
+        if len(encoded) > MOST_BYTES:
+            raise SaveError(
+                f"the trainer's state takes {len(encoded)} bytes, more than the {MOST_BYTES} that a"
+                " start reads"
+            )
         await self._runner(LOCAL.write, directory / STATE, encoded)
 
     async def finalize_save(self) -> None:
@@ -99,5 +111,5 @@ class StepTrainer(ABC):
         try:
             encoded = await self._runner(LOCAL.read, directory / STATE, MOST_BYTES)
             self.state = msgspec.msgpack.decode(encoded, strict=False)
-        except (OSError, msgspec.DecodeError) as exc:
+        except (OSError, msgspec.DecodeError, RecursionError) as exc:
             raise BundleDamaged(directory.parent.name, f"policy/{STATE}", str(exc)) from exc

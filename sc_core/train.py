@@ -22,7 +22,7 @@ from sc_core.evaluation import Evaluator
 from sc_core.manifest import TrainingInfo
 from sc_core.ports import MetricsSink, Trainer
 from sc_core.records import Batch, Group
-from sc_core.returned import check_mapping
+from sc_core.returned import check_metrics
 from sc_core.rows import Rows
 from sc_core.spans import STEP, TRAIN, TRAINER
 from sc_core.state import GROUPS_READY, RunState, Stopwatch
@@ -191,7 +191,7 @@ class TrainPump:
             raise
         self._weights.version_moved()
         await self._clear(groups)
-        trained = check_mapping(trained, "trainer.finish_step", "the metrics of the step")
+        trained = check_metrics(trained, "trainer.finish_step")
         self.last_metrics = self._metrics_of(groups, trained)
         with lap("timing/train/weight_sync"):
             await self._weights.update()

@@ -10,6 +10,7 @@ the driver's machine; on any other one they say where to go.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -49,6 +50,8 @@ _CONTROLLER = "the controller"
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # any path or reason can be told on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = int(options.command(options))
         sys.stdout.flush()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ PARENT = "defaults"
 _BUILT_IN = resources.files("sc_ray") / "configs"
 _WHILE = re.compile(r"\w+ raised while resolving interpolation: \"?(.*?)\"?$")
 _ESCAPED = re.compile(r"(\\*)(\$\{)")
+_DEEPEST = 40
+"""Levels of a file. Settings have five; what merges them recurses, some 15 frames for a level."""
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -78,7 +81,8 @@ def override_layer(pairs: Sequence[str], below: Sequence[Layer]) -> Layer:
             at = at.setdefault(name, {})
         value = parse_yaml(text, f"{COMMAND_LINE}: {key}")
         if isinstance(value, dict) and isinstance(at.get(last), dict):
-            value = _container(_merged([at[last], value]), resolve=False)
+            with _told_of(f"{COMMAND_LINE}: {key}"):
+                value = _container(_merged([at[last], value]), resolve=False)
         at[last] = value
     return Layer(COMMAND_LINE, data)
 
@@ -91,22 +95,22 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     Raises:
         ConfigError: an interpolation of what is not there, with the key that has it.
     """
-    try:
+    with _told_of(layers[-1].source):
         return _container(_merged([layer.data for layer in layers]), resolve=True)
-    except OmegaConfBaseException as exc:
-        first = _WHILE.sub(r"\1", str(exc).splitlines()[0])
-        key = f"{exc.full_key}: " if exc.full_key else ""
-        raise ConfigError(f"{layers[-1].source}: {key}{first}") from exc
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """Plain data from YAML.
 
     Raises:
-        ConfigError: it is none; says where.
+        ConfigError: it is none; says where. Or it is too deep.
     """
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
+        data = yaml.load(text, _Loader)  # a SafeLoader
+        _check_depth(data, _DEEPEST)
+        return data
+    except RecursionError as exc:
+        raise ConfigError(f"{source}: more than {_DEEPEST} levels deep, or part of itself") from exc
     except yaml.MarkedYAMLError as exc:
         line = f":{exc.problem_mark.line + 1}" if exc.problem_mark else ""
         raise ConfigError(f"{source}{line}: not YAML: {exc.problem}") from exc
@@ -147,9 +151,9 @@ def _text_of(source: str, child: Path | None) -> tuple[str, Path | None]:
     """The text, and the path unless it is built in."""
     path = Path(source) if child is None else Path(os.path.normpath(child.parent / source))
     built_in = builtin_configs()
-    if source in built_in and (child is None or not path.is_file()):
+    if source in built_in and (child is None or not _is_file(path)):
         return (_BUILT_IN / f"{source}.yaml").read_text(), None
-    if path.is_file():
+    if _is_file(path):
         try:
             return path.read_text(), path
         except (OSError, UnicodeDecodeError) as exc:
@@ -180,6 +184,32 @@ def _merged(mappings: Sequence[dict[str, Any]]) -> DictConfig:
     return merged
 
 
+def _check_depth(value: Any, levels: int) -> None:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise RecursionError
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, levels - 1)
+
+
+@contextmanager
+def _told_of(source: str) -> Iterator[None]:
+    """What OmegaConf refuses, as a `ConfigError`."""
+    try:
+        yield
+    except OmegaConfBaseException as exc:
+        first = _WHILE.sub(r"\1", str(exc).splitlines()[0])
+        key = f"{exc.full_key}: " if exc.full_key else ""
+        raise ConfigError(f"{source}: {key}{first}") from exc
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is too long, say
+        return False
+
+
 def _container(merged: DictConfig, *, resolve: bool) -> dict[str, Any]:
     data = OmegaConf.to_container(merged, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(data, dict)
@@ -192,7 +222,7 @@ def _escaped(value: Any) -> Any:
         return _ESCAPED.sub(r"\1\1\\\2", value)
     if isinstance(value, dict):
         return {key: _escaped(inner) for key, inner in value.items()}
-    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+    return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 class _Loader(yaml.SafeLoader):
@@ -207,9 +237,18 @@ class _Loader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as exc:  # `!!int x`, or too many digits
+            told = f"{node.value!r:.40} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from exc
+
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"([-+]?\d+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+    "tag:yaml.org,2002:int",
+    re.compile(r"([-+]?(0[0-7]*|[1-9][0-9]*)|0x[0-9a-fA-F]+)$"),
+    list("-+0123456789"),
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -222,3 +261,10 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would take for something else than text."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def represent_text(self, text: str) -> yaml.Node:
+        breaks = len(f"{text}.".splitlines()) > 1  # folded otherwise, and U+0085 read as another
+        return self.represent_scalar("tag:yaml.org,2002:str", text, '"' if breaks else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)

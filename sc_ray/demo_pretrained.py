@@ -60,7 +60,7 @@ def before_and_after(metrics: Path) -> str:
     for line in metrics.read_bytes().splitlines():
         try:
             entry = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue  # torn by a crash
         if isinstance(entry.get("val/reward"), int | float):
             found.append((entry["step"], entry["val/reward"]))

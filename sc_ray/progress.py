@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 import msgspec
 
@@ -39,6 +40,16 @@ def console_on(stream: TextIO) -> Console:
     return LiveConsole(stream)
 
 
+def let_go(stream: IO[str]) -> None:
+    """What `stream` still holds, and is given from now on, goes nowhere, and is no error."""
+    with suppress(OSError, ValueError):  # it is no file, or closed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+
+
 class PlainConsole:
     """Lines that stay: each step gets one at most, and a second one."""
 
@@ -52,8 +63,8 @@ class PlainConsole:
         try:
             self._stream.write(f"{line}\n")
             self._stream.flush()
-        except BrokenPipeError:  # nobody reads any more; the run goes on
-            pass
+        except OSError:  # nobody reads any more, or the disk is full; the run goes on
+            let_go(self._stream)
 
     def show(self, status: Mapping[str, Any]) -> None:
         line = step_line(status, status.get("max_steps", 0))
@@ -106,7 +117,7 @@ def learning_curve(metrics: Path, window: int = 10) -> str:
     for line in lines:
         try:
             entry = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue  # torn by a crash
         if isinstance(entry.get("train/reward"), int | float):
             rewards[entry["step"]] = entry["train/reward"]  # a step made again counts once

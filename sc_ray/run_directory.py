@@ -106,7 +106,7 @@ def last_report(path: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
 
 

@@ -67,6 +67,8 @@ def blocks_of(page: Path) -> list[Block]:
         elif token.type == "fence" and token.map is not None:
             found.append(Block(token.info.strip(), token.content, token.map[0] + 1, note))
             note = ""
+        elif token.type == "code_block" and token.map is not None:
+            found.append(Block("indented", token.content, token.map[0] + 1))  # and refused
         elif token.type.endswith("_open"):
             note = ""
     return found
@@ -170,7 +172,11 @@ class Reader:
 
     def _do(self, command: str, cwd: Path) -> str:
         done = subprocess.run(
-            ["bash", "-ec", command], cwd=cwd, env=self._env, capture_output=True, text=True
+            ["bash", "-e", "-o", "pipefail", "-c", command],
+            cwd=cwd,
+            env=self._env,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout

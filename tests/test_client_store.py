@@ -334,12 +334,13 @@ async def test_a_client_is_used_by_so_many_threads_at_once(
     class Counts(Client):
         most = now = 0
         lock = threading.Lock()
+        together = threading.Barrier(at_once, timeout=30.0)
 
         def list_sample_ids(self, partition: str) -> Collection[str]:
             with self.lock:
                 self.now += 1
                 self.most = max(self.most, self.now)
-            threading.Event().wait(0.02)
+            self.together.wait()  # for as many as may be here
             with self.lock:
                 self.now -= 1
             return ()
@@ -393,3 +394,125 @@ async def test_a_run_that_crashes_and_resumes_is_audited(name: str, tmp_path: Pa
     assert len(first) + len(last) >= 8
     report = audit_run(tmp_path)
     assert report.ok, report.violations
+
+
+class Slow:
+    """An awaited client that refuses a row that exists; each call takes a second."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    async def put_samples(self, ids: list[str], partition: str, fields: Any, tags: Any) -> None:
+        await anyio.sleep(1)
+        for at, one in enumerate(ids):
+            assert one not in self.rows
+            self.rows[one] = {name: values[at] for name, values in fields.items()}
+
+    async def get_samples(self, ids: list[str], partition: str, names: list[str]) -> Any:
+        await anyio.sleep(1)
+        return {name: [self.rows[one][name] for one in ids] for name in names}
+
+    async def clear_samples(self, ids: list[str], partition: str) -> None:
+        await anyio.sleep(1)
+        for one in ids:
+            del self.rows[one]
+
+    async def list_sample_ids(self, partition: str) -> Any:
+        await anyio.sleep(1)
+        return list(self.rows)
+
+    async def save_checkpoint(self, directory: Path, *, metadata: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    async def load_checkpoint(self, directory: Path) -> Any:
+        return {}
+
+    async def close(self) -> None:
+        raise OSError("it is stuck")
+
+
+async def test_two_writes_and_a_read_of_one_row_at_once_lose_nothing() -> None:
+    client = Slow()
+    store = ClientStore(lambda: client, put="insert")
+    await store.put_samples(["r", "s"], {"a": [1, 2]})
+
+    async def read() -> None:
+        await anyio.sleep(2.5)
+        assert await store.get_samples(["r"], ["a"]) == {"a": [1]}
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(store.put_samples, ["r"], {"b": [3]})
+        tg.start_soon(store.put_samples, ["r", "s"], {"c": [4, 5]})
+        tg.start_soon(read)
+    assert client.rows == {"r": {"a": 1, "b": 3, "c": 4}, "s": {"a": 2, "c": 5}}
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.5, 2.5, 3.5, 4.5])
+async def test_a_row_that_is_cleared_while_it_is_written_stays_away(after_s: float) -> None:
+    client = Slow()
+    store = ClientStore(lambda: client, put="insert")
+    await store.put_samples(["r"], {"a": [1]})
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(store.put_samples, ["r"], {"b": [3]})
+        await anyio.sleep(after_s)
+        tg.start_soon(store.clear_samples, ["r"])
+    assert client.rows == {}
+    await store.put_samples(["r"], {"c": [1]})
+    assert client.rows == {"r": {"c": 1}}
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.5, 3.5, 4.5, 5.5])
+async def test_a_cancel_of_a_write_that_waits_leaves_the_row_to_others(after_s: float) -> None:
+    client = Slow()
+    store = ClientStore(lambda: client, put="insert")
+    await store.put_samples(["r"], {"a": [1]})
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(store.put_samples, ["r"], {"b": [3]})
+        await anyio.sleep(0.1)
+        with anyio.move_on_after(after_s):
+            await store.put_samples(["r"], {"c": [4]})
+    with anyio.fail_after(10):
+        await store.put_samples(["r"], {"d": [5]})
+    row = client.rows["r"]
+    assert (row["a"], row["b"], row["d"]) == (1, 3, 5)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+async def test_a_store_that_does_not_close_hides_no_error(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        async with ClientStore(Slow) as store:
+            await store.list_sample_ids()
+            raise error
+    assert caught.value is error
+    assert "did not close: close: OSError: it is stuck" in caplog.messages[-1]
+    with pytest.raises(DataPlaneError, match="it is stuck"):
+        async with ClientStore(Slow) as store:
+            await store.list_sample_ids()
+
+
+@pytest.mark.parametrize("rubbish", [None, 3, "row", [["row"]], [None]])
+async def test_a_client_that_lists_rubbish_has_failed(rubbish: Any) -> None:
+    class Lists(Slow):
+        async def list_sample_ids(self, partition: str) -> Any:
+            return rubbish
+
+    store = ClientStore(Lists)
+    for call in (store.list_sample_ids, store.is_untouched):
+        with pytest.raises(DataPlaneError, match="list_sample_ids"):
+            await call()
+    with pytest.raises(DataPlaneError):
+        await store.clear_samples(["row"])
+
+
+@pytest.mark.parametrize(
+    "rubbish", [None, 3, "row", [3], {"sc_core.columns": 3}, {"sc_core.columns": {"r": None}}]
+)
+async def test_a_client_that_loads_rubbish_has_not_loaded(rubbish: Any, tmp_path: Path) -> None:
+    class Loads(Slow):
+        async def load_checkpoint(self, directory: Path) -> Any:
+            return rubbish
+
+    with pytest.raises(RestoreError, match="load_checkpoint: "):
+        await ClientStore(Loads).load_checkpoint(tmp_path)

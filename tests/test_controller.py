@@ -26,6 +26,7 @@ from sc_core.errors import (
     StallError,
     WeightSyncError,
     WorkerDied,
+    WrongAnswer,
 )
 from sc_core.events import Event
 from sc_core.filters import ZeroVarianceFilter
@@ -359,6 +360,23 @@ async def test_without_the_replay_buffer_the_same_prompts_are_generated_again() 
     assert resumed.weight_version == 6
     assert {version for _, _, version in run.engines.rollouts} >= {6}
     assert fates(run)["trained"] >= 48
+
+
+@pytest.mark.parametrize("odd", [{"odd": object()}, {"odd": [1j]}, {"\ud800": 1.0}, {3: 1.0}])
+async def test_a_metric_that_no_file_can_hold_is_named(odd: dict[Any, Any]) -> None:
+    run = MemoryRun(settings(), range(500))
+    finish_step = run.trainer.finish_step
+
+    async def finish() -> dict[Any, Any]:
+        return {**await finish_step(), **odd}
+
+    run.trainer.finish_step = finish  # type: ignore[method-assign]
+    (name,) = odd
+    with pytest.raises(WrongAnswer) as caught:
+        await run.run()
+    told = f"trainer.finish_step returned the metric {name!r}, which no file can hold: "
+    assert str(caught.value).startswith(told)
+    assert run.bundles() == []
 
 
 async def test_a_failed_finish_step_is_neither_abandoned_nor_saved() -> None:

@@ -64,7 +64,17 @@ async def test_a_payload_is_what_it_will_be_after_a_resume() -> None:
     assert await taken(PromptList([(1, 2)]), 1) == [[1, 2]]
 
 
-@pytest.mark.parametrize("prompts, why", [([], "no prompts"), ([1, object()], "prompt 1 ")])
+def in_itself() -> list[Any]:
+    prompt: list[Any] = []
+    prompt.append(prompt)
+    return prompt
+
+
+@pytest.mark.parametrize(
+    "prompts, why",
+    [([], "no prompts")]
+    + [([1, odd], "prompt 1 can't be kept") for odd in (object(), "\ud800", 2**64, in_itself())],
+)
 def test_prompts_that_no_bundle_can_keep_are_refused(prompts: list[Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         PromptList(prompts)
@@ -95,6 +105,18 @@ def test_a_group_without_a_difference_teaches_nothing(rewards: list[float]) -> N
     assert advantages([*rewards, 9.0], [*[False] * len(rewards), True], [len(rewards) + 1]) == (
         [0.0] * (len(rewards) + 1)
     )
+
+
+@pytest.mark.parametrize("apart", [1e-300, 1e-170, 1e-17, 1.0, 1e37, 1e200])
+def test_a_difference_of_any_size_counts_as_much(apart: float) -> None:
+    half = math.sqrt(0.5)
+    got = advantages([-apart, apart], [False, False], [2])
+    assert got == pytest.approx([-half, half])
+    assert advantages([0.0] * 9 + [5e-324], [False] * 10, [10]) == [0.0] * 9 + [3.0]
+
+
+def test_a_lone_row_has_no_advantage_whatever_its_reward() -> None:
+    assert advantages([math.nan, 3.0], [False, True], [2]) == [0.0, 0.0]
 
 
 async def test_a_whole_run_on_them_passes() -> None:

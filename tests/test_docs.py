@@ -72,7 +72,10 @@ def test_an_output_is_compared(shown: str, got: str, figures: bool, agree: bool)
         "```python\nprint(1)\n```\n\n```\n2\n```\n",
         "```console\n$ false\n```\n",
         "```console\n$ echo 1\n2\n```\n",
+        "```console\n$ false | cat\n```\n",
+        "```console\n$ echo 1; false; echo 2\n```\n",
         "```rust\n```\n",
+        "text\n\n    python -m sc_core dance\n",
         "<!-- see tests/test_audit.py -->\n```\n```\n",
     ],
 )

@@ -114,7 +114,9 @@ def test_what_a_power_cut_makes_of_the_last_line_is_cut_off_too(
 
 
 @pytest.mark.parametrize(
-    "broken", [b"\n", b"\0\0\n", b'{"seq":3}\n', b'{"seq":3,"t":1.0\n', b'{"seq":"x\xff"}\n']
+    "broken",
+    [b"\n", b"\0\0\n", b'{"seq":3}\n', b'{"seq":3,"t":1.0\n', b'{"seq":"x\xff"}\n']
+    + [b'{"settings":' + b'{"a":' * 100_000 + b"\n", b'{"seq":9223372036854775808}\n'],
 )
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(path: Path, broken: bytes) -> None:
     whole = written(path)

@@ -10,7 +10,7 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from sc_core import BundleDamaged, Columns, StepTrainer, inline
+from sc_core import BundleDamaged, Columns, SaveError, StepTrainer, inline, step_trainer
 from sc_core.records import Batch, Group, GroupId
 
 pytestmark = pytest.mark.anyio
@@ -89,11 +89,34 @@ async def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 async def test_a_state_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
-    for content in (None, b"\xc1"):
+    for content in (None, b"\xc1", b"\x91" * 100_000):
         if content is not None:
             (tmp_path / "state.msgpack").write_bytes(content)
         with pytest.raises(BundleDamaged, match=r"policy/state\.msgpack"):
             await trainer().load(tmp_path)
+
+
+@pytest.mark.parametrize("state", [object(), 2**64, {"text": "\ud800"}])
+async def test_a_state_that_no_file_can_hold_is_told_at_the_save(
+    state: Any, tmp_path: Path
+) -> None:
+    made = trainer()
+    made.state = state
+    with pytest.raises(SaveError, match="can't be saved as msgpack"):
+        await made.save(tmp_path)
+
+
+async def test_a_state_that_no_start_would_read_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_trainer, "MOST_BYTES", 100)
+    made = trainer()
+    made.state = b"x" * 98
+    await made.save(tmp_path)
+    await made.load(tmp_path)
+    made.state = b"x" * 99
+    with pytest.raises(SaveError, match="takes 101 bytes"):
+        await made.save(tmp_path)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,8 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: it can't be written; `path` is as it was.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with staged.open("wb") as file:

@@ -7,7 +7,7 @@ live prompts, the restarts and the checkpoints.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from sc_core.audit import EVENTS, AuditReport, audit_log
 from sc_core.events import Event
 from sc_core.seeing.lives import METRICS, Life, Lives, read_lives
+from sc_core.seeing.rows import metric_rows, number
 from sc_core.seeing.standing import Prompts
 from sc_core.seeing.thinned import Thinned
 from sc_core.seeing.windows import Window, Windows
@@ -33,7 +34,6 @@ PARTS = {
 
 _ENDS = 10  #: steps whose mean reward is shown, of the first and of the last ones
 _EXAMPLES = 5  #: full drop reasons that are shown of each kind
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Drops(msgspec.Struct):
@@ -174,51 +174,30 @@ def _see_drop(drops: dict[str, Drops], event: Event, step: int) -> None:
 # the metrics ---------------------------------------------------------------------------
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Lines that are none, torn ones, are left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = _decode(line)
-            except msgspec.DecodeError:
-                continue
-            if isinstance(row.get("step"), int):
-                yield row
-
-
-def _number(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value)
-
-
 def _read_metrics(history: History, windows: Windows) -> None:
     curves = history.curves
     waits: dict[object, float] = {}
     last: deque[float] = deque(maxlen=_ENDS)
     seen: tuple[object, int] | None = None  #: life and step of the last row that counted
-    for row in _rows(history.lives.run / METRICS):
+    for row in metric_rows(history.lives.run / METRICS):
         history.metric_rows += 1
         step, incarnation = row["step"], row.get("incarnation")
         windows.see_metrics(row)
-        waited_s = _number(row, "rollout/commit_wait_s")
+        waited_s = number(row, "rollout/commit_wait_s")
         if waited_s is not None:
             waits[incarnation] = max(waits.get(incarnation, 0.0), waited_s)
-        reward = _number(row, "train/reward")
+        reward = number(row, "train/reward")
         if not history.lives.counts_step(incarnation, step):
             if reward is not None:
                 curves.reward_again.add(step, reward)
             continue
-        val = _number(row, "val/reward")
+        val = number(row, "val/reward")
         if val is not None:
             curves.val_reward.add(step, val)
         if seen is not None and step <= seen[1]:
             continue  # an evaluation's row has the numbers of the step before it once more
         seen = incarnation, step
-        if _number(row, "timing/train/total_step_time") is None:
+        if number(row, "timing/train/total_step_time") is None:
             continue  # before the first step of a life
         if reward is not None:
             curves.reward.add(step, reward)
@@ -230,7 +209,7 @@ def _read_metrics(history: History, windows: Windows) -> None:
             ("train/staleness_versions_mean", curves.staleness_mean),
             ("train/staleness_versions_max", curves.staleness_max),
         ):
-            value = _number(row, name)
+            value = number(row, name)
             if value is not None:
                 curve.add(step, value)
         _add_parts(history, row, step)
@@ -239,9 +218,9 @@ def _read_metrics(history: History, windows: Windows) -> None:
 
 
 def _add_parts(history: History, row: Mapping[str, Any], step: int) -> None:
-    rest = _number(row, "timing/train/total_step_time") or 0.0
+    rest = number(row, "timing/train/total_step_time") or 0.0
     for name, curve in history.curves.parts.items():
-        seconds = _number(row, f"timing/train/{name}") or 0.0
+        seconds = number(row, f"timing/train/{name}") or 0.0
         if name == "rest":
             seconds = max(0.0, rest)
         rest -= seconds

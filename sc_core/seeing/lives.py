@@ -16,6 +16,7 @@ from sc_core.events import Event, read_events
 
 METRICS = "metrics.jsonl"
 _NOTHING = -1
+_MOST_STEPS = 2**31  #: more than any run has; and as many as a deque may
 
 
 class Life(msgspec.Struct, kw_only=True):
@@ -144,5 +145,5 @@ def _born(event: Event, number: int, keep_steps: int) -> Life:
         parent_seq=event.parent_seq,
         from_step=event.step or 0,
         places=places if isinstance(places, int) else None,
-        steps=deque(maxlen=keep_steps + 1),
+        steps=deque(maxlen=min(keep_steps, _MOST_STEPS) + 1),
     )

@@ -35,6 +35,7 @@ from sc_core.spans import (
 
 LIVES, GATE, WINDOWS = "lives", "weight gate", "checkpoint windows"
 _CONTROLLER, _GROUPS, _FIRST_ENGINE = 1, 2, 3  #: processes of the trace
+_LATEST = 2.0**53  #: microseconds: viewers read numbers as JavaScript does
 _FIRST_THREAD = 1000  #: no thread may have the number of a process: it would count as its first
 _TRACKS = (LIVES, TRAIN, TRAINER, READ, ESTIMATE, WRITE, GATE, WINDOWS, COMMITS, FINALISER, PROMPTS)
 Json = dict[str, Any]
@@ -80,7 +81,7 @@ class _Trace:
         self._tracks: dict[str, list[Slice[Json]]] = {track: [] for track in _TRACKS}
 
     def at(self, t: float) -> int:
-        return max(0, round((t - self._begin) * 1e6))
+        return max(0, round(min((t - self._begin) * 1e6, _LATEST)))
 
     def _slice(self, began: float, ended: float, of: Json) -> Slice[Json]:
         """The log's clock may have been set back meanwhile: no slice is negative."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sc_core.events import Event
+from sc_core.seeing.rows import number
 from sc_core.spans import COMMITS, HELD, SAVE, SNAPSHOT, TRAIN, WAITED, Span
 
 _SLACK_S = 1e-3  #: between two clocks' views of one instant
@@ -61,9 +62,9 @@ class Windows:
         if not before:
             return
         for name, field in _TIMES.items():
-            value = row.get(f"timing/rollout_checkpoint/{name}")
-            if isinstance(value, int | float) and value >= 0:
-                setattr(windows[before - 1], field, float(value))
+            value = number(row, f"timing/rollout_checkpoint/{name}")
+            if value is not None and value >= 0:
+                setattr(windows[before - 1], field, value)
 
     def see_span(self, span: Span) -> None:
         if span.track == TRAIN and span.name in (WAITED, SNAPSHOT):

@@ -40,7 +40,10 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 def when(t: float) -> str:
     """A unix time, in UTC."""
-    return datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # of a clock that was out of its mind
+        return f"{t:g} s after 1970"
 
 
 def mean(numbers: Sequence[float]) -> float | None:

@@ -64,7 +64,7 @@ def read_prompts(path: Path, *, answers: bool = True) -> tuple[Mapping[str, Any]
 def _read_line(line: bytes, place: str, answers: bool) -> dict[str, Any]:
     try:
         item = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"{place}: not a line of JSON: {exc}") from exc
     if not isinstance(item, dict):
         raise ConfigError(f"{place}: an object was expected, not {line.strip().decode()}")

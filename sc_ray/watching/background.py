@@ -102,17 +102,24 @@ class InBackground:
     def _succeeds(self, work: Callable[..., None], *args: Any) -> bool:
         try:
             work(*args)
-        except Exception as exc:  # of the service, which may raise anything; it is warned of
+        except BaseException as exc:  # even SystemExit: it would end the thread silently
             self._failures += 1
             self._warn(exc)
             return False
         self._failures = 0
         return True
 
-    def _warn(self, error: Exception) -> None:
-        name, reason = self._service.name, f"{type(error).__name__}: {error}"
+    def _warn(self, error: BaseException) -> None:
+        name, reason = self._service.name, _told(error)
         if self._failures == _FAILURES_IN_A_ROW:
             logger.warning("%s is left out after %d failures: %s", name, self._failures, reason)
         elif not self._warned:
             self._warned = True
             logger.warning("%s failed, and gets the next step again: %s", name, reason)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of its own `__str__`
+        return type(error).__name__

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sc_ray.progress import engines_away
+from sc_ray.progress import engines_away, let_go
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_ASCII = "_.-=+*#%"
@@ -98,6 +98,7 @@ class LiveConsole:
             yield
         except OSError:  # the terminal is gone; the run goes on
             self._gone = self._console.quiet = True
+            let_go(self._console.file)
 
     def _note(self, status: Mapping[str, Any]) -> None:
         last = status.get("last_metrics") or {}

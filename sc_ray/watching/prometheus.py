@@ -55,11 +55,13 @@ def free_port(host: str, port: int) -> int:
         ConfigError: it can't; says why.
     """
     try:
+        if host:
+            socket.getaddrinfo(host, port)  # refuses what is no name
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family) as found:
             free: int = found.getsockname()[1]
             return free
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         raise _taken(host, port, exc) from exc
 
 
@@ -186,8 +188,9 @@ def _labelled(
     return family
 
 
-def _taken(host: str, port: int, error: OSError) -> ConfigError:
+def _taken(host: str, port: int, error: Exception) -> ConfigError:
+    why = (error.strerror if isinstance(error, OSError) else None) or error
     return ConfigError(
         f"logger.prometheus_port is {port}, and {host}:{port} can't be listened on:"
-        f" {error.strerror or error}; choose another one, or 0 for any"
+        f" {why}; choose another one, or 0 for any"
     )

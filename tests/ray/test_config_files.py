@@ -109,6 +109,42 @@ def test_an_interpolation_of_what_is_not_there(value: str, says: str) -> None:
     assert refused("demo", f"grpo.seed={value}").startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("!!int many", "grpo.seed:1: not YAML: 'many' is no int"),
+        ("!!bool maybe", "grpo.seed:1: not YAML: 'maybe' is no bool"),
+        ("!!timestamp soon", "grpo.seed:1: not YAML: 'soon' is no timestamp"),
+        ("9" * 5000, "grpo.seed:1: not YAML: '999"),
+        ("&a [*a]", "grpo.seed: more than 40 levels deep, or part of itself"),
+        ("[" * 3000, "grpo.seed: more than 40 levels deep, or part of itself"),
+        (f"{'[' * 41}{']' * 41}", "grpo.seed: more than 40 levels deep, or part of itself"),
+        ("08", "Expected `int`, got `str`"),
+    ],
+)
+def test_a_value_that_no_reader_can_make_is_refused_in_a_line(value: str, says: str) -> None:
+    assert refused("demo", f"grpo.seed={value}").startswith(f"command line: {says}")
+
+
+def test_forty_levels_are_merged() -> None:
+    deep = f"{'{a: ' * 38}1{'}' * 38}"
+    config = load_config("demo", [f"generation.vllm.engine_args={deep}"])
+    assert str(config.generation.vllm.engine_args).count("{") == 38
+
+
+def test_a_key_twice_whose_first_value_can_not_be_merged() -> None:
+    key = "generation.vllm.engine_args"
+    for value in ('{x: "${"}', "{null: 1}"):
+        told = refused("demo", f"{key}={value}", f"{key}={{y: 1}}")
+        assert told.startswith(f"command line: {key}: ")
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    assert refused("x" * 5000).startswith("there is no configuration xxx")
+    (tmp_path / "child.yaml").write_text(f"defaults: {'x' * 5000}\n")
+    assert "defaults: there is no configuration" in refused(tmp_path / "child.yaml")
+
+
 def test_a_mapping_on_the_command_line_changes_the_keys_that_it_has() -> None:
     config = load_config("demo", ["grpo={seed: 3}", "grpo={val_period: 5}"])
     assert (config.grpo.seed, config.grpo.val_period) == (3, 5)
@@ -152,13 +188,18 @@ def test_a_mistake_is_told_by_it_too(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "value",
-    ["10:00", "1e3", "no", "null", "${x}", r"\${x}", "a: b # c", "", "3", "é\n", "2020-01-01", "-"],
+    ["10:00", "1e3", "no", "null", "${x}", r"\${x}", "a: b # c", "", "3", "é\n", "2020-01-01", "-"]
+    + ["08", "010", "a\n\n  b\n", "a\x85b", "a\u2028 b", "\r", "${"],
 )
 def test_text_survives_being_printed(value: str, tmp_path: Path) -> None:
     config = load_config("demo", [])
     task = msgspec.structs.replace(config.task, system_prompt=value)
-    config = msgspec.structs.replace(config, task=task)
-    (tmp_path / "printed.yaml").write_text(annotated(config))
+    wandb = msgspec.structs.replace(config.logger.wandb, tags=(value, value))
+    logger = msgspec.structs.replace(config.logger, wandb=wandb)
+    config = msgspec.structs.replace(config, task=task, logger=logger)
+    printed = annotated(config)
+    assert len(yaml_value(value).splitlines()) == 1
+    (tmp_path / "printed.yaml").write_text(printed)
     assert load_config(str(tmp_path / "printed.yaml")) == config
 
 

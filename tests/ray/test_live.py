@@ -237,6 +237,48 @@ def test_a_terminal_that_is_gone_ends_no_run(error: OSError) -> None:
     assert 1 <= stream.writes <= 3
 
 
+SAYS_ONE_LINE = r"""
+import sys
+from sc_ray import __main__ as command
+from sc_ray.progress import console_on
+
+def train(options):
+    console_on(sys.stdout).say("done: 20 \u00b7 \udcff")
+    return command.DONE
+
+command._train = train
+sys.exit(command.main(["train"]))
+"""
+
+
+def ended(stdout: Any, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", SAYS_ONE_LINE],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("terminal", ["a full disk", "a pipe that nobody reads"])
+def test_a_line_that_nobody_gets_changes_no_exit_status(terminal: str) -> None:
+    if terminal == "a full disk":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reads, stdout = os.pipe()
+        os.close(reads)
+    process = ended(stdout)
+    os.close(stdout)
+    assert (process.returncode, process.stderr) == (0, b"")
+
+
+def test_a_line_that_the_terminal_has_no_letters_for_is_told_all_the_same() -> None:
+    process = ended(subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert process.stdout == b"done: 20 \\xb7 \\udcff\n"
+
+
 def test_only_a_terminal_that_can_move_its_cursor_gets_a_panel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -152,6 +152,9 @@ def test_a_port_is_free_again_after_the_end_and_taken_before() -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(ConfigError, match="logger.prometheus_port is 0, and nowhere.invalid:0"):
         free_port("nowhere.invalid", 0)
+    for odd in ("a\0b", "\ud800", f"{'x' * 64}.invalid"):
+        with pytest.raises(ConfigError, match="can't be listened on"):
+            free_port(odd, 0)
     with pytest.raises(ConfigError, match="it must be in 0 … 65535"):
         LoggerConfig(prometheus_port=70000)
     assert socket.has_ipv6 is False or free_port("::1", 0) > 0

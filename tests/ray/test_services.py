@@ -91,6 +91,29 @@ def test_a_service_that_fails_is_warned_of_once_and_gets_later_steps(
     ]
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not a word")
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), Mute()])
+def test_a_service_that_would_end_its_thread_gets_later_steps_too(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(step: int) -> None:
+        if step == 1:
+            raise error
+
+    service = Recorder(on_write=write)
+    background = InBackground(service)
+    for step in (1, 2):
+        background.put(step, {})
+    background.close(time.monotonic() + 60)
+    assert service.told == ["start", (2, {}), "finish"]
+    assert f"recorder failed, and gets the next step again: {type(error).__name__}" in caplog.text
+    assert caplog.messages[-1] == "recorder misses the metrics of 1 steps"
+
+
 def test_a_service_that_always_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []
 

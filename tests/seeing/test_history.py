@@ -13,11 +13,14 @@ from recorded import EPOCH, RecordedRun, at, recorded, settings, write_run
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
 from sc_core.events import Event
+from sc_core.seeing import write_trace
 from sc_core.seeing.history import History, read_history
 from sc_core.seeing.lives import read_lives
+from sc_core.seeing.rows import metric_rows, number
 from sc_core.seeing.standing import Prompts
 from sc_core.seeing.thinned import Thinned
 from sc_core.seeing.windows import Windows
+from sc_core.seeing.words import when
 from sc_core.spans import COMMITS, HELD, TRAIN, WAITED, Span
 
 
@@ -298,3 +301,46 @@ def test_windows_whose_spans_were_lost_keep_their_place() -> None:
 
 def times(held_s: float) -> dict[str, float]:
     return {"timing/rollout_checkpoint/exclusive_hold_seconds": held_s}
+
+
+def test_rows_that_no_controller_wrote_are_left_out(run: RecordedRun, tmp_path: Path) -> None:
+    write_run(tmp_path, run.log.events, run.rows)
+    before = read_history(tmp_path)
+    odd = [b'{"step":' + b"9" * 400, b'{"step":true', b'{"step":-1', b'{"step":1,"incarnation":[1]']
+    lines = [line + b',"train/reward":1.0,"rollout/commit_wait_s":9.0}' for line in odd]
+    lines += [b'{"step":1,"a":' + b'{"a":' * 100_000, b"[]", b"null", b'"\xff"']
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n".join(lines) + b"\n")
+    after = read_history(tmp_path)
+    assert len(list(metric_rows(tmp_path / "metrics.jsonl"))) == before.metric_rows
+    assert after.commit_wait_s == before.commit_wait_s
+    assert after.curves.reward.y == before.curves.reward.y
+
+
+def test_numbers_that_no_controller_wrote_are_none() -> None:
+    row: dict[str, Any] = {"huge": 10**400, "far": 1e300, "flag": True, "text": "1", "ok": -2}
+    assert {name: number(row, name) for name in [*row, "absent"]} == {
+        **dict.fromkeys([*row, "absent"]),
+        "ok": -2.0,
+    }
+    windows = Windows()
+    windows.see_checkpoint(Event(seq=1, t=1.0, incarnation="a", event="checkpoint", step=1))
+    timing = "timing/rollout_checkpoint/barrier_wait_seconds"
+    windows.see_metrics({"step": 2, "incarnation": "a", timing: 10**400})
+    assert windows.all()[0].waited_s is None
+
+
+def test_a_clock_that_was_out_of_its_mind_spoils_no_trace_and_no_date(
+    run: RecordedRun, tmp_path: Path
+) -> None:
+    write_run(tmp_path, run.log.events, run.rows)
+    lines = (run.out / "spans.jsonl").read_bytes().splitlines(keepends=True)
+    odd = {**json.loads(lines[0]), "t": 1e308, "duration_s": 1e308}
+    far = {**odd, "step": 10**30}
+    (tmp_path / "spans.jsonl").write_bytes(b"".join(lines))
+    with (tmp_path / "spans.jsonl").open("a") as file:
+        file.write(f"{json.dumps(odd)}\n{json.dumps(far)}\n")
+    made = json.loads(write_trace(tmp_path, steps=0).read_text())["traceEvents"]
+    assert max(event.get("ts", 0) for event in made) == 2**53
+    assert when(1e308) == "1e+308 s after 1970"
+    assert when(0.0) == "1970-01-01 00:00:00 UTC"

@@ -232,6 +232,8 @@ def test_commands_print_where_they_wrote(
         (["report", "empty"], 1, "events.jsonl has no events yet"),
         (["trace", "torn"], 1, "line 1 is not an event"),
         (["report", "fine", "--out", "missing/report.html"], 1, "No such file or directory"),
+        (["report", "fine", "--out", "."], 1, "Is a directory"),
+        (["trace", "fine", "--out", "/"], 1, "Is a directory"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_a_status(

@@ -226,5 +226,16 @@ def test_lines_that_are_no_spans_are_left_out(tmp_path: Path) -> None:
     sink = JsonlSpans(path, incarnation="a")
     sink.add("trainer", "prepare", sink.now())
     sink.close()
-    path.write_bytes(b"\0\0\n" + path.read_bytes() + b'{"track":"tra')
+    deep = b'{"note":' + b"[" * 100_000 + b"\n"
+    path.write_bytes(b"\0\0\n" + deep + path.read_bytes() + b'{"track":"tra')
     assert [span.name for span in read_spans(path)] == ["prepare"]
+
+
+@pytest.mark.parametrize("odd", [{"engine": "\ud800"}, {"step": object()}])
+def test_a_span_that_no_file_can_hold_is_a_warning_at_the_close(
+    odd: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = JsonlSpans(tmp_path / "spans.jsonl", incarnation="a")
+    sink.add("engines", "generate", sink.now(), **odd)
+    sink.close()
+    assert caplog.messages[-1].startswith("the last spans of this run are lost: ")

@@ -188,6 +188,7 @@ def test_by_default_a_trace_has_the_last_steps(run: RecordedRun, tmp_path: Path)
 def test_a_run_without_spans_has_steps_gate_and_lifelines(run: RecordedRun, tmp_path: Path) -> None:
     write_run(tmp_path, run.log.events, run.rows)
     events = read(write_trace(tmp_path, steps=0))
+    assert read(write_trace(tmp_path, steps=10**20)) == events
     found = tracks(events)
     assert set(found) == {"lives", "train pump", "weight gate"}
     made = {int(e["name"].split()[1]) for e in found["train pump"] if "undone" not in e["name"]}
