@@ -63,7 +63,7 @@ bench: $(ALL)
 	$(BIN)/python -m benchmarks.bench_status
 	$(BIN)/python -m benchmarks.bench_import --install
 
-bench-learning: $(ALL)  ## what stale groups cost in learning; draws the README's plot, a quarter of an hour
+bench-learning: $(ALL)  ## what stale groups cost in learning; draws the plot of docs/benchmarks.md, a quarter of an hour
 	$(BIN)/python -m benchmarks.bench_learning --plot docs/learning.svg
 
 bench-overlap: $(ALL)  ## what it gains to generate ahead; a quarter of an hour on a quiet machine

@@ -55,4 +55,4 @@ async def main(run_dir: Path) -> None:
     rewards = [json.loads(line)["train/reward"] for line in metrics]
     print(f"reward {rewards[0]:.2f}, then {rewards[-1]:.2f}; {sc.audit_run(run_dir)}")
 
-asyncio.run(main(Path(sys.argv[1])))
+asyncio.run(main(Path(sys.argv[1] if sys.argv[1:] else "runs/sums")))

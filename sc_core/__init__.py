@@ -21,9 +21,13 @@ from sc_core.clients import ThreadedClient as ThreadedClient
 from sc_core.config import AsyncRlConfig as AsyncRlConfig
 from sc_core.config import CheckpointingConfig as CheckpointingConfig
 from sc_core.config import ControllerConfig as ControllerConfig
+from sc_core.config import DeadlinesConfig as DeadlinesConfig
 from sc_core.config import GenerationFleetHealthConfig as GenerationFleetHealthConfig
 from sc_core.config import GrpoConfig as GrpoConfig
+from sc_core.config import RolloutFailureConfig as RolloutFailureConfig
 from sc_core.config import RolloutRecoveryConfig as RolloutRecoveryConfig
+from sc_core.config import SamplerConfig as SamplerConfig
+from sc_core.config import StallWatchdogConfig as StallWatchdogConfig
 from sc_core.config import check_keys as check_keys
 from sc_core.config import decode as decode
 from sc_core.controller import ControllerStatistics as ControllerStatistics
@@ -38,7 +42,10 @@ from sc_core.disk import LOCAL as LOCAL
 from sc_core.disk import DiskLock as DiskLock
 from sc_core.embedding import RowStore as RowStore
 from sc_core.embedding import open_run as open_run
+from sc_core.errors import BarrierMisuse as BarrierMisuse
+from sc_core.errors import BarrierTimeout as BarrierTimeout
 from sc_core.errors import BundleDamaged as BundleDamaged
+from sc_core.errors import BundleInconsistent as BundleInconsistent
 from sc_core.errors import CallCancelled as CallCancelled
 from sc_core.errors import CallFailed as CallFailed
 from sc_core.errors import CallTimeout as CallTimeout
@@ -51,15 +58,23 @@ from sc_core.errors import DataPlaneError as DataPlaneError
 from sc_core.errors import EndOfPrompts as EndOfPrompts
 from sc_core.errors import EnginesFailed as EnginesFailed
 from sc_core.errors import EstimatorError as EstimatorError
+from sc_core.errors import InventoryMismatch as InventoryMismatch
 from sc_core.errors import MissingRows as MissingRows
+from sc_core.errors import NoValidBundle as NoValidBundle
+from sc_core.errors import PlaceAlreadyHeld as PlaceAlreadyHeld
+from sc_core.errors import PlaceNotHeld as PlaceNotHeld
+from sc_core.errors import PromptDropped as PromptDropped
 from sc_core.errors import RestoreError as RestoreError
 from sc_core.errors import RestoreOrderError as RestoreOrderError
 from sc_core.errors import RolloutError as RolloutError
+from sc_core.errors import RowsNotCleared as RowsNotCleared
 from sc_core.errors import RunInUse as RunInUse
 from sc_core.errors import SaveError as SaveError
 from sc_core.errors import ScError as ScError
 from sc_core.errors import StallError as StallError
 from sc_core.errors import StopTimeout as StopTimeout
+from sc_core.errors import TooManyDropped as TooManyDropped
+from sc_core.errors import TooManyFiltered as TooManyFiltered
 from sc_core.errors import WeightSyncError as WeightSyncError
 from sc_core.errors import WorkerDied as WorkerDied
 from sc_core.errors import WrongAnswer as WrongAnswer
@@ -78,11 +93,13 @@ from sc_core.ports import EngineState as EngineState
 from sc_core.ports import EstimatorScope as EstimatorScope
 from sc_core.ports import EventSink as EventSink
 from sc_core.ports import GroupFilter as GroupFilter
+from sc_core.ports import IndexView as IndexView
 from sc_core.ports import MetricsSink as MetricsSink
 from sc_core.ports import PromptSource as PromptSource
 from sc_core.ports import RolloutWorker as RolloutWorker
 from sc_core.ports import Runner as Runner
 from sc_core.ports import Sampler as Sampler
+from sc_core.ports import SamplerView as SamplerView
 from sc_core.ports import SpanSink as SpanSink
 from sc_core.ports import Trainer as Trainer
 from sc_core.ports import ValidationPrompts as ValidationPrompts
@@ -91,6 +108,7 @@ from sc_core.records import Batch as Batch
 from sc_core.records import Cut as Cut
 from sc_core.records import Group as Group
 from sc_core.records import GroupId as GroupId
+from sc_core.records import LedgerRecord as LedgerRecord
 from sc_core.records import Prompt as Prompt
 from sc_core.records import PulledPrompt as PulledPrompt
 from sc_core.records import Sample as Sample
@@ -102,8 +120,10 @@ from sc_core.replay import replay_run as replay_run
 from sc_core.report import StallReport as StallReport
 from sc_core.restore import ReadyStore as ReadyStore
 from sc_core.restore import SentStore as SentStore
+from sc_core.restore import check_config as check_config
 from sc_core.restore import check_resume as check_resume
 from sc_core.restore import check_store as check_store
+from sc_core.restore import choose_bundle as choose_bundle
 from sc_core.restore import restore as restore
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
@@ -125,10 +145,13 @@ __all__ = [
     "AsyncClient",
     "AsyncRlConfig",
     "AuditReport",
+    "BarrierMisuse",
     "BarrierStatistics",
+    "BarrierTimeout",
     "Batch",
     "BootstrapDataPlane",
     "BundleDamaged",
+    "BundleInconsistent",
     "BundleStore",
     "CallCancelled",
     "CallFailed",
@@ -147,6 +170,7 @@ __all__ = [
     "DataFailure",
     "DataPlane",
     "DataPlaneError",
+    "DeadlinesConfig",
     "Difference",
     "DiskLock",
     "EndOfPrompts",
@@ -163,16 +187,23 @@ __all__ = [
     "GroupFilter",
     "GroupId",
     "GrpoConfig",
+    "IndexView",
+    "InventoryMismatch",
     "JsonlEventLog",
     "JsonlMetrics",
     "JsonlSpans",
     "LOCAL",
+    "LedgerRecord",
     "MetricsSink",
     "MissingRows",
+    "NoValidBundle",
+    "PlaceAlreadyHeld",
+    "PlaceNotHeld",
     "Places",
     "PlainFields",
     "Ports",
     "Prompt",
+    "PromptDropped",
     "PromptList",
     "PromptSource",
     "PulledPrompt",
@@ -181,15 +212,19 @@ __all__ = [
     "RestoreError",
     "RestoreOrderError",
     "RolloutError",
+    "RolloutFailureConfig",
     "RolloutRecoveryConfig",
     "RolloutWorker",
     "RowStore",
+    "RowsNotCleared",
     "RunInUse",
     "RunResult",
     "Runner",
     "Sample",
     "SampleId",
     "Sampler",
+    "SamplerConfig",
+    "SamplerView",
     "SaveError",
     "ScError",
     "SentStore",
@@ -198,11 +233,14 @@ __all__ = [
     "SpanSink",
     "StallError",
     "StallReport",
+    "StallWatchdogConfig",
     "Stamp",
     "StepTrainer",
     "StopTimeout",
     "SyncClient",
     "ThreadedClient",
+    "TooManyDropped",
+    "TooManyFiltered",
     "Trainer",
     "TurnGate",
     "ValidationPrompts",
@@ -218,10 +256,12 @@ __all__ = [
     "build_sampler",
     "candidates",
     "check_capacity",
+    "check_config",
     "check_keys",
     "check_resume",
     "check_scope",
     "check_store",
+    "choose_bundle",
     "decode",
     "in_thread",
     "inline",

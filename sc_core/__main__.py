@@ -28,6 +28,7 @@ from sc_core.seeing import REPORT, STEPS, TRACE, write_report, write_trace
 from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
 
 SHOWN_VIOLATIONS = 20
+WIDTH = 100
 EACH = {
     "by_start_version": "of version ",
     "by_target_step": "for version ",
@@ -49,20 +50,16 @@ def verify_command(args: argparse.Namespace) -> int:
     checked = paths[0].name if len(paths) == 1 else f"{len(paths)} bundles"
     results: list[dict[str, Any]] = []
     for one in paths:
-        say(args, one)
         try:
             bundle = verify(one, key=bundle_key())
         except RestoreError as exc:
-            say(args, f"  {exc}")
+            say(args, f"{one}\n  {exc}")
             results.append({"path": str(one), "ok": False, "error": str(exc)})
             continue
         parts = parts_of(bundle)
-        for name, (files, size) in parts.items():
-            count = f"{files:>6,} files" if name.endswith("/") else f"{'':12}"
-            say(args, f"  {name:<32}{count}{size:>18,} bytes  ok")
-        say(args, f"  digest {bundle.digest}")
-        if bundle_key() is not None:
-            say(args, "  signed with SC_BUNDLE_KEY")
+        files, size = map(sum, zip(*parts.values(), strict=True))
+        has = f"step {bundle.step:,}, {files:,} files, {size:,} bytes, {signature_of(bundle)}"
+        say(args, f"{one}: ok; {has}")
         results.append(
             {
                 "path": str(one),
@@ -77,9 +74,17 @@ def verify_command(args: argparse.Namespace) -> int:
         show_json({"ok": not failed, "bundles": results})
     elif failed:
         print(f"{checked}: {len(failed)} damaged; {failed[0]}")
-    else:
+    elif len(paths) > 1:
         print(f"{checked}: ok")
     return 1 if failed else 0
+
+
+def signature_of(bundle: VerifiedBundle) -> str:
+    if bundle_key() is not None:
+        return "signed with SC_BUNDLE_KEY"
+    sealed = msgspec.json.decode((bundle.path / MANIFEST).read_bytes())
+    signed = sealed["hmac_sha256"] is not None
+    return "signature not checked (SC_BUNDLE_KEY is not set)" if signed else "not signed"
 
 
 def parts_of(bundle: VerifiedBundle) -> dict[str, tuple[int, int]]:
@@ -117,8 +122,10 @@ def inspect_command(args: argparse.Namespace) -> int:
             print(f"skipped: {line}")
         print(bundle.path)
         for name, fact in facts.items():
-            shown = counts(fact, EACH.get(name, "")) if isinstance(fact, Mapping) else fact
-            print(f"  {name.replace('_', ' '):<20}{shown}")
+            if name == "by_target_step" and not fact:  # most samplers give none
+                continue
+            shown = counts(fact, EACH.get(name, "")) if isinstance(fact, Mapping) else str(fact)
+            print(f"  {name.replace('_', ' '):<20}{broken(shown, WIDTH - 22, ' ' * 22)}")
         if future is not None:
             print(f"a resume with {args.config}")
             for note in future.notes:
@@ -248,12 +255,16 @@ def audit_facts(report: AuditReport) -> dict[str, str]:
         "pending": counts(report.pending),
     }
     if report.engines:
+        named = report.names_servers
         facts["engines"] = "; ".join(
-            f"{name} served {engine.groups:,} groups, confirmed {engine.confirmed:,} versions"
+            f"{name} "
+            + (f"served {engine.groups:,} groups, " if named else "")
+            + f"confirmed {engine.confirmed:,} versions"
             + (f" ({engine.joined} of them when it joined)" if engine.joined else "")
             for name, engine in report.engines.items()
         )
-        facts["confirmed"] = report.served
+        if named:
+            facts["confirmed"] = report.served
     if report.bundles:
         facts["agree with the log"] = ", ".join(report.bundles)
     if report.other_bundles:
@@ -338,6 +349,17 @@ def bundle_key() -> bytes | None:
 
 def counts(numbers: Mapping[Any, int], each: str = "") -> str:
     return ", ".join(f"{number:,} {each}{name}" for name, number in numbers.items()) or "none"
+
+
+def broken(text: str, width: int, indent: str) -> str:
+    """In lines of at most `width`, if a break after a comma can make them."""
+    lines: list[str] = []
+    for part in text.split(", "):
+        if lines and len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return f",\n{indent}".join(lines)
 
 
 def say(args: argparse.Namespace, line: object) -> None:

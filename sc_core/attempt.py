@@ -7,23 +7,43 @@ that a failed attempt, or a restart, generates only those that are missing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from sc_core.barrier import CheckpointBarrier
 from sc_core.calls import at_once, in_tree
 from sc_core.config import ControllerConfig
-from sc_core.errors import DataFailure, DataPlaneError, RolloutError, RowsNotCleared, WorkerDied
+from sc_core.errors import (
+    DataFailure,
+    DataPlaneError,
+    RolloutError,
+    RowsNotCleared,
+    TooManyFiltered,
+    WorkerDied,
+    WrongAnswer,
+)
 from sc_core.ports import GroupFilter, RolloutWorker
-from sc_core.records import FinishedSibling, LedgerRecord, Prompt, Sample, SampleId, sample_ids
+from sc_core.records import (
+    FinishedSibling,
+    GroupId,
+    LedgerRecord,
+    Prompt,
+    Sample,
+    SampleId,
+    sample_ids,
+)
 from sc_core.returned import check_sample
 from sc_core.rows import Rows
 from sc_core.spans import ENGINES
 from sc_core.state import RunState
 
+logger = logging.getLogger(__name__)
 _KEEP = "group_filter.keep"
+_MANY = 100  #: groups filtered in a row that are worth a warning, or a tenth of the bound
 
 
 class AttemptFailed(Exception):
@@ -49,6 +69,11 @@ class GroupBuilder:
         self._rows = rows
         self._barrier = barrier
         self._filter = group_filter
+        self._max_filtered = config.async_rl.max_consecutive_filtered_groups
+        self._filtered_in_a_row = 0  #: since the last commit
+        self._worth_a_warning: int | None = _MANY  #: so many; None: there was one
+        if self._max_filtered is not None:
+            self._worth_a_warning = min(_MANY, -(-self._max_filtered // 10))
         self._siblings = config.grpo.num_generations_per_prompt
         self._rollout_s = config.async_rl.deadlines.rollout_s
         self._keeps_siblings = config.rollout_recovery.default_granularity == "sibling"
@@ -62,12 +87,19 @@ class GroupBuilder:
         Raises:
             AttemptFailed: it may be tried again; finished siblings are kept as configured.
             WorkerDied: nobody is left to generate.
+            WrongAnswer: the worker returned no sample.
+            TooManyFiltered: the filter keeps nothing; nothing has changed.
             RowsNotCleared, CallTimeout: the state of the data plane is unknown.
         """
         samples = await self._generate(record, weight_version)
         if self._keeps_siblings:
-            return await self._commit_kept(record.ordinal)
-        return await self._commit(record, [samples[number] for number in range(self._siblings)])
+            committed = await self._commit_kept(record.ordinal)
+        else:
+            whole = [samples[number] for number in range(self._siblings)]
+            committed = await self._commit(record, whole)
+        if committed:
+            self._filtered_in_a_row = 0
+        return committed
 
     def forgo(self, record: LedgerRecord) -> None:
         """Take back what a dispatch counted for an attempt that is not made."""
@@ -165,8 +197,11 @@ class GroupBuilder:
         sample: Sample | None = None
         try:
             with anyio.move_on_after(self._rollout_s) as in_time:
+                answer = await in_tree(self._worker.rollout, prompt, sibling, weight_version)
+                if not isinstance(answer, Sample):
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not an answer
                 sample = check_sample(
-                    await in_tree(self._worker.rollout, prompt, sibling, weight_version),
+                    answer,
                     prompt.group_id,
                     sibling,
                     weight_versions=range(weight_version, self._state.ledger.weight_version + 1),
@@ -177,7 +212,7 @@ class GroupBuilder:
                 f"sibling {sibling} of group {prompt.group_id} took longer than"
                 f" {self._rollout_s:g} s"
             )
-        except WorkerDied:  # nobody is left to try it again
+        except (WorkerDied, WrongAnswer):  # nobody is left to try it again, or it can't heal
             raise
         except Exception as exc:
             raise AttemptFailed(exc) from exc
@@ -202,9 +237,7 @@ class GroupBuilder:
         state, group_id = self._state, record.group_id
         rewards = [sample.reward for sample in samples]
         masked = [number for number, sample in enumerate(samples) if sample.masked]
-        if self._filter is not None and not at_once(
-            _KEEP, self._filter.keep, _trained(rewards, masked)
-        ):
+        if self._rejects(group_id, rewards, masked):
             state.dropped(record.ordinal, "filtered")
             return False
         names = samples[0].fields.keys()
@@ -230,15 +263,35 @@ class GroupBuilder:
             await self._put(sample_ids(group_id, self._siblings), fields, rewards, arrived)
         return True
 
+    def _rejects(self, group: GroupId, rewards: Sequence[float], masked: Sequence[int]) -> bool:
+        """Whether the filter drops a group.
+
+        Raises:
+            TooManyFiltered: as it has so many before it, with none committed since.
+        """
+        if self._filter is None or at_once(_KEEP, self._filter.keep, _trained(rewards, masked)):
+            return False
+        bound = self._max_filtered
+        if bound is not None and self._filtered_in_a_row >= bound:
+            raise TooManyFiltered(group, bound)
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row == self._worth_a_warning:
+            self._worth_a_warning = None
+            logger.warning(
+                "group_filter.keep has rejected %d groups and none was committed since;"
+                " async_rl.max_consecutive_filtered_groups is %s",
+                self._filtered_in_a_row,
+                bound,
+            )
+        return True
+
     async def _commit_kept(self, ordinal: int) -> bool:
         """Every row is in the data plane: only ledger and index change."""
         record = self._state.ledger.get(ordinal)
         assert record is not None
         rewards = [one.reward for one in record.finished]
         masked = [one.sibling for one in record.finished if one.masked]
-        if self._filter is not None and not at_once(
-            _KEEP, self._filter.keep, _trained(rewards, masked)
-        ):
+        if self._rejects(record.group_id, rewards, masked):
             await self.drop(ordinal, lambda: self._state.dropped(ordinal, "filtered"))
             return False
         section = self._barrier.mutation(f"commit {record.group_id}")

@@ -63,13 +63,18 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.violation_count
 
     @property
+    def names_servers(self) -> bool:
+        """Whether some group names the engines that generated it."""
+        return any(one.groups for one in self.engines.values())
+
+    @property
     def served(self) -> str:
         """What the log says of the engines, in one sentence."""
         wrong = {name: one.unconfirmed for name, one in self.engines.items() if one.unconfirmed}
         if wrong:
             said = ", ".join(f"{name} did, {count} times" for name, count in wrong.items())
             return f"engines served versions that they had not confirmed: {said}"
-        if not any(one.groups for one in self.engines.values()):
+        if not self.names_servers:
             return "the log does not say which engine served what"
         return "no engine served a version that it had not confirmed"
 

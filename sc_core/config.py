@@ -18,6 +18,16 @@ from sc_core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 _BUDGET = re.compile(r"([0-9]{1,3}):([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])")
+_PROBLEM = re.compile(
+    r"(?:Expected `(?P<wanted>[^`]+)`, got `[^`]+`|Invalid enum value .*)"
+    r" - at `\$\.(?P<path>\w+(?:\.\w+)*)`",
+    re.DOTALL,
+)
+_KINDS = {
+    "int": "an int", "float": "a number", "str": "text", "bool": "true or false", "null": "null",
+    "object": "a mapping", "array": "a list",
+}  # fmt: skip
+_SHOWN = 10  #: unknown keys that one error names
 VAL_METRICS = ("val/reward", "val/reward_std", "val/prompts", "val/failed", "val/tokens")
 """Mean reward over prompts, and its standard deviation over them, unless all failed; how many were
 evaluated, and how many could not be; generated tokens."""
@@ -46,7 +56,9 @@ class GrpoConfig(_Settings, frozen=True):
     learnt from them. For whoever builds the rollout worker, which knows them."""
     use_dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and fill the step with others: relative to their
-    mean they teach nothing. Each is recorded as dropped. A `Ports.group_filter` goes before it."""
+    mean they teach nothing. Each is recorded as dropped, and
+    `async_rl.max_consecutive_filtered_groups` bounds how many in a row. A `Ports.group_filter` goes
+    before it."""
     val_period: int = 0  #: steps between evaluations on held-out prompts; 0: none on the way
     val_at_start: bool = False  #: evaluate before the first step, too
     val_at_end: bool = False  #: and after the last one
@@ -164,6 +176,9 @@ class AsyncRlConfig(_Settings, frozen=True):
     """What becomes of the prompt of a group that is too old to train on: it is given up, which the
     event log records, or goes out again."""
     max_stale_requeues: int = 2  #: times that a prompt goes out again for that, at most
+    max_consecutive_filtered_groups: int | None = 1000
+    """Groups that a filter rejects with no commit in between; one more ends the run: the filter
+    keeps nothing. A tenth of it, or 100 in a row, is worth a warning. None: no bound."""
     weight_sync_mode: Literal["in_flight", "drain", "abort_stale"] = "in_flight"
     """What becomes of requests that are under way when the weights move.
 
@@ -294,6 +309,8 @@ class ControllerConfig(_Settings, frozen=True):
         _at_least(0, f"{key}backoff_base_s", failure.backoff_base_s)
         _at_least(0, f"{key}max_backoff_s", failure.max_backoff_s)
         _at_least(0, "async_rl.max_stale_requeues", rl.max_stale_requeues)
+        filtered = rl.max_consecutive_filtered_groups
+        _at_least(1, "async_rl.max_consecutive_filtered_groups", filtered)
         _at_least(1, "async_rl.weight_sync_attempts", rl.weight_sync_attempts)
         _at_least(0, "async_rl.stop_grace_s", rl.stop_grace_s)
         stall_timeout_s = rl.stall_watchdog.stall_timeout_s
@@ -360,7 +377,20 @@ def decode(
         cause = exc.__cause__
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{source}: {cause}") from exc
-        raise ConfigError(f"{source}: {exc}{_choices(str(exc), into)}") from exc
+        raise ConfigError(f"{source}: {_told(str(exc), data, into)}") from exc
+
+
+def check_config(config: object) -> None:
+    """Refuse what are no settings of a controller, such as the plain data of some.
+
+    Raises:
+        ConfigError: they are none; says how to make them.
+    """
+    if not isinstance(config, ControllerConfig):
+        raise ConfigError(
+            f"the settings are a value of type {type(config).__name__}, not a ControllerConfig;"
+            " sc_core.decode(…, ControllerConfig) makes one of plain data"
+        )
 
 
 def check_keys(
@@ -373,19 +403,33 @@ def check_keys(
     """Refuse keys that the settings don't have; values are not looked at.
 
     Raises:
-        ConfigError: as `decode` for an unknown key.
+        ConfigError: as `decode` for an unknown key; of several, all are named, or the first ten.
     """
-    _check_keys(data, into, "", source, elsewhere)
+    unknown = list(_unknown(data, into, "", elsewhere))
+    if len(unknown) == 1:
+        raise ConfigError(f"{source}: unknown key {unknown[0]}")
+    if unknown:
+        shown = " ".join(f"({n}) {one}" for n, one in enumerate(unknown[:_SHOWN], 1))
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        raise ConfigError(f"{source}: {len(unknown)} unknown keys: {shown}{more}")
 
 
-def _choices(problem: str, into: type[msgspec.Struct]) -> str:
-    """The values that may stand where `problem` says that one may not."""
-    if not problem.startswith("Invalid enum value"):
-        return ""
-    wanted: Any = into
-    for name in problem.rpartition("`$.")[2].rstrip("`").split("."):
-        wanted = next(f.type for f in msgspec.structs.fields(wanted) if f.encode_name == name)
-    return f"; it is one of {', '.join(_values_of(wanted))}"
+def _told(problem: str, data: Mapping[str, Any], into: type[msgspec.Struct]) -> str:
+    """What msgspec says of a value, in the words of whoever wrote the settings."""
+    found = _PROBLEM.fullmatch(problem)
+    if found is None:
+        return problem
+    path, wanted = found["path"], found["wanted"]
+    value: Any = data
+    kind: Any = into
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+        fields = msgspec.structs.fields(kind) if isinstance(kind, type) else ()
+        kind = next((f.type for f in fields if f.encode_name == name), None)
+    if wanted is None:
+        return f"{path} is {value!r}; it is one of {', '.join(_values_of(kind))}"
+    kinds = [_KINDS.get(one, one) for one in wanted.split(" | ")]
+    return f"{path} is {value!r}; it must be {' or '.join(kinds)}"
 
 
 def _values_of(wanted: Any) -> Iterator[str]:
@@ -399,13 +443,10 @@ def _values_of(wanted: Any) -> Iterator[str]:
             yield "null" if one is type(None) else str(one)
 
 
-def _check_keys(
-    data: Mapping[str, Any],
-    into: type[msgspec.Struct],
-    at: str,
-    source: str,
-    elsewhere: Mapping[str, str],
-) -> None:
+def _unknown(
+    data: Mapping[str, Any], into: type[msgspec.Struct], at: str, elsewhere: Mapping[str, str]
+) -> Iterator[str]:
+    """Each unknown key with the answer to it."""
     known = {field.encode_name: field.type for field in msgspec.structs.fields(into)}
     for key, value in data.items():
         if key not in known:
@@ -415,11 +456,12 @@ def _check_keys(
                 answer = (
                     f"did you mean {at}{near[0]}?" if near else f"known here: {', '.join(known)}"
                 )
-            raise ConfigError(f"{source}: unknown key {path}; {answer}")
+            yield f"{path}; {answer}"
+            continue
         inner = known[key]
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
             if isinstance(value, Mapping):
-                _check_keys(value, inner, f"{at}{key}.", source, elsewhere)
+                yield from _unknown(value, inner, f"{at}{key}.", elsewhere)
 
 
 def _answer(path: str, value: Any, elsewhere: Mapping[str, str]) -> tuple[str, str | None]:

@@ -18,7 +18,7 @@ from sc_core.barrier import BarrierStatistics, CheckpointBarrier
 from sc_core.budget import MUST_SAVE_BY, stop_in_time
 from sc_core.bundle import BundleStore
 from sc_core.calls import at_once, ended_from_outside, in_thread, in_tree, settle, told
-from sc_core.config import ControllerConfig
+from sc_core.config import ControllerConfig, check_config
 from sc_core.decisions import DecisionSettings
 from sc_core.errors import (
     ConfigError,
@@ -149,10 +149,11 @@ class SingleController:
         `clock` dates barrier sections in reports; on a virtual clock, `anyio.current_time`.
 
         Raises:
-            ConfigError: the settings can never fill a step, or stream it in chunks that are too
-                small for the estimator, and the message has the numbers; or they ask for an
-                evaluation, and `ports` have no prompts for it.
+            ConfigError: these are no settings; they can never fill a step, or stream it in chunks
+                that are too small for the estimator, and the message has the numbers; or they ask
+                for an evaluation, and `ports` have no prompts for it.
         """
+        check_config(config)
         self._config = config
         self._ports = ports
         self._ready = ready

@@ -14,7 +14,7 @@ import anyio.lowlevel
 from sc_core.audit import CHECKPOINTS, EVENTS
 from sc_core.bundle import BundleStore
 from sc_core.calls import ended_from_outside, in_thread, settle
-from sc_core.config import ControllerConfig
+from sc_core.config import ControllerConfig, check_config
 from sc_core.controller import Ports, SingleController
 from sc_core.defaults import GroupAdvantages, SharedWeights
 from sc_core.errors import root_cause
@@ -103,13 +103,14 @@ async def open_run(
     The other ports are those of `Ports`.
 
     Raises:
-        ConfigError: the settings can never fill a step; nothing was opened.
+        ConfigError: these are no settings, or can never fill a step; nothing was opened.
         RunInUse: another process has this directory.
         SaveError: it can't be written, or others may write to it.
         RestoreError: no bundle can be used, or the settings can't go on from it.
         RestoreOrderError: the store was touched before.
         CallTimeout: disk or store did not answer in time.
     """
+    check_config(config)
     estimator = estimator or GroupAdvantages()
     check_capacity(
         config,

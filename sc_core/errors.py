@@ -13,6 +13,11 @@ def _some(names: Sequence[str], at_most: int = 3) -> str:
     return f"{shown}, …" if len(names) > at_most else shown
 
 
+def checkpoints(count: int) -> str:
+    """So many of them, in words."""
+    return "1 checkpoint" if count == 1 else f"{count} checkpoints"
+
+
 class ScError(Exception):
     """Root of every error sc_core raises."""
 
@@ -203,6 +208,21 @@ class TooManyDropped(PromptDropped):
         )
 
 
+class TooManyFiltered(ScError, RuntimeError):
+    """The filter rejected more groups in a row than it may: it keeps nothing."""
+
+    def __init__(self, group_id: str, in_a_row: int) -> None:
+        super().__init__(group_id, in_a_row)
+        self.group_id, self.in_a_row = group_id, in_a_row
+
+    def __str__(self) -> str:
+        return (
+            f"group_filter.keep rejects group {self.group_id}, after {self.in_a_row} groups with"
+            " none committed since: it keeps nothing. Look at the rewards, or raise"
+            f" async_rl.max_consecutive_filtered_groups, which is {self.in_a_row}"
+        )
+
+
 class EndOfPrompts(ScError):
     """A prompt source has nothing more to give, in this epoch or any other."""
 
@@ -259,7 +279,7 @@ class NoValidBundle(RestoreError):
 
     def __str__(self) -> str:
         return (
-            f"{self.directory} holds {len(self.reasons)} checkpoints and none is valid: "
+            f"{self.directory} holds {checkpoints(len(self.reasons))} and none is valid: "
             f"{'; '.join(self.reasons)}. Move them away to start afresh"
         )
 

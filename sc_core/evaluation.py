@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from sc_core.calls import in_tree, told
 from sc_core.config import ControllerConfig
-from sc_core.errors import ConfigError, DataFailure, RolloutError, WorkerDied
+from sc_core.errors import ConfigError, DataFailure, RolloutError, WorkerDied, WrongAnswer
 from sc_core.ports import RolloutWorker, ValidationPrompts
 from sc_core.records import EvaluatedPrompt, Evaluation, GroupId, Prompt, Sample
 from sc_core.returned import check_sample
@@ -106,6 +106,7 @@ class Evaluator:
 
         Raises:
             WorkerDied: nobody is left to generate.
+            WrongAnswer: the worker returned no sample.
         """
         ledger = self._state.ledger
         with self._state.spans(
@@ -207,7 +208,7 @@ class Evaluator:
         prompt = Prompt(ordinal=-1 - number, group_id=group, payload=self._payloads[number])
         try:
             samples = await self._generate(prompt)
-        except WorkerDied:  # nobody is left to try it again
+        except (WorkerDied, WrongAnswer):  # nobody is left to try it again, or it can't heal
             raise
         except Exception as exc:
             await anyio.lowlevel.checkpoint_if_cancelled()  # its answer to a cancel is none
@@ -260,7 +261,8 @@ class Evaluator:
             for sibling in range(self._siblings):
                 tg.start_soon(one, sibling, name="sibling")
         if failures:
-            raise next((one for one in failures if isinstance(one, WorkerDied)), failures[0])
+            final = (one for one in failures if isinstance(one, WorkerDied | WrongAnswer))
+            raise next(final, failures[0])
         if len(samples) < self._siblings:
             raise RolloutError(f"group {prompt.group_id}: siblings were cancelled outside this run")
         return [samples[sibling] for sibling in range(self._siblings)]
@@ -270,9 +272,11 @@ class Evaluator:
         began, engine = spans.now(), None
         try:
             with anyio.move_on_after(self._rollout_s) as in_time:
-                sample = await in_tree(self._worker.rollout, prompt, sibling, version)
+                answer = await in_tree(self._worker.rollout, prompt, sibling, version)
+                if not isinstance(answer, Sample):
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # that was it, not an answer
                 alone = range(version, version + 1)
-                sample = check_sample(sample, prompt.group_id, sibling, weight_versions=alone)
+                sample = check_sample(answer, prompt.group_id, sibling, weight_versions=alone)
                 engine = sample.engine
                 if not in_time.cancel_called:
                     return sample

@@ -152,6 +152,8 @@ class RolloutWorker(Protocol):
             DataFailure: the prompt itself is at fault. Any other exception counts as a
                 failure of the infrastructure.
             WorkerDied: nobody is left that could generate; the run ends.
+            WrongAnswer: as when it returns something that is no `Sample`: the run ends, since no
+                other attempt would heal that. One with rubbish in it is an attempt that failed.
         """
 
 
@@ -265,9 +267,11 @@ class IndexView(Protocol):
     """Ready (committed, not selected) groups, for choosing k of n in O(k)."""
 
     @property
-    def ready_count(self) -> int: ...
+    def ready_count(self) -> int:
+        """How many there are."""
 
-    def ready_in_commit_order(self) -> Iterator[Group]: ...
+    def ready_in_commit_order(self) -> Iterator[Group]:
+        """The first to be committed first."""
 
     def ready_of_target(self, step: int | None) -> Iterator[Group]:
         """By start version, then ordinal; None: those that have no target."""
@@ -289,18 +293,23 @@ class SamplerView(Protocol):
     """What a sampler may look at. Live groups are admitted ones, in any state."""
 
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int:
+        """Of the current weights; the step to fill starts from it."""
 
     @property
-    def prompts_per_step(self) -> int: ...
+    def prompts_per_step(self) -> int:
+        """Groups per step (P)."""
 
     @property
-    def index(self) -> IndexView: ...
+    def index(self) -> IndexView:
+        """The groups that are ready."""
 
     @property
-    def live_count(self) -> int: ...
+    def live_count(self) -> int:
+        """How many groups are live."""
 
-    def live_of_target(self, step: int) -> int: ...
+    def live_of_target(self, step: int) -> int:
+        """How many live groups are meant for that step."""
 
     def groups_of_target(self, step: int) -> int:
         """How many groups that step takes: P, unless it goes without some that failed."""
@@ -353,7 +362,12 @@ class Sampler(Protocol):
 
 
 class GroupFilter(Protocol):
-    """Decides which finished groups are worth training on; `ZeroVarianceFilter` is one."""
+    """Decides which finished groups are worth training on; `ZeroVarianceFilter` is one.
+
+    Another prompt takes the place of each that it rejects. If it rejects more than
+    `async_rl.max_consecutive_filtered_groups` with no commit in between, the run ends with
+    `TooManyFiltered`.
+    """
 
     def keep(self, rewards: Sequence[float]) -> bool:
         """Whether a finished group is worth training on; a dropped one is recorded as such.

@@ -42,6 +42,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     group_id: GroupId  #: of this attempt at it
     payload: Any  #: what the source gave; the same object for all siblings
 
+    @property
+    def held_out(self) -> bool:
+        """Whether this is a prompt of an evaluation, which is not trained on."""
+        return self.ordinal < 0
+
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One finished sibling, as a rollout worker returns it. It becomes one row."""
@@ -102,20 +107,21 @@ class FinishedSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A prompt that left the source and is neither trained nor dropped."""
 
-    ordinal: int
-    payload: Any
-    state: State = "waiting"
+    ordinal: int  #: position in the stream over all epochs
+    payload: Any  #: what the source gave
+    state: State = "waiting"  #: where it is on its way
     admitted: bool = False  #: the sampler let it in; it has a place until it is trained or dropped
-    attempt: int = 0
-    infra_failures: int = 0
-    data_failures: int = 0
-    stale_requeues: int = 0
-    target_step: int | None = None
+    attempt: int = 0  #: the present one, or the next
+    infra_failures: int = 0  #: attempts that failed, through no fault of the prompt
+    data_failures: int = 0  #: attempts that failed because of the prompt itself
+    stale_requeues: int = 0  #: times that it went out again for having become too old
+    target_step: int | None = None  #: weight version it is meant for, under `in_order`
     start_weight_version: int | None = None  #: of the last attempt, or of the oldest sibling kept
     finished: tuple[FinishedSibling, ...] = ()  #: kept ones, by sibling; none once committed
 
     @property
     def group_id(self) -> GroupId:
+        """Of the present attempt."""
         return group_id(self.ordinal, self.attempt)
 
 

@@ -26,12 +26,13 @@ from sc_core.errors import (
     InventoryMismatch,
     RestoreError,
     RestoreOrderError,
+    checkpoints,
 )
 from sc_core.manifest import parse_name
 from sc_core.ports import BootstrapDataPlane, Runner
 from sc_core.records import Cut, SampleId
 from sc_core.returned import check_mapping, check_rows
-from sc_core.verify import VerifiedBundle, candidates, newest_valid, verify
+from sc_core.verify import Refused, VerifiedBundle, candidates, newest_valid, verify
 from sc_core.window import check_inventory, snapshot_metadata
 
 logger = logging.getLogger(__name__)
@@ -132,11 +133,19 @@ async def restore(
             "the data plane's store was touched before the restore; restore first, or discard it"
         )
     refused: dict[str, RestoreError] = {}
+
+    def on_refused(name: str, reason: RestoreError) -> None:
+        logger.warning("not resuming from %s: %s", name, reason)
+        refused[name] = reason
+
+    def choose() -> VerifiedBundle | None:
+        return choose_bundle(store, resume, on_refused=on_refused, refused=dict(refused))
+
     while True:
         bundle = await settle(
             f"reading the bundles in {store.directory}",
             deadlines.disk_s,
-            lambda: runner(_choose, store, resume, refused),
+            lambda: runner(choose),
         )
         if bundle is None:
             return ReadyStore(_PROVEN, None)
@@ -164,8 +173,8 @@ def check_resume(store: BundleStore, resume: Literal["auto", "never"] | Path) ->
     present = candidates(store.directory, store.disk) if resume == "never" else ()
     if present:
         raise ConfigChanged(
-            f"{store.directory} holds {len(present)} checkpoints: resume from them,"
-            " or choose another directory to start afresh"
+            f"{store.directory} holds {checkpoints(len(present))}: resume from there, or choose"
+            " another directory to start afresh"
         )
     if isinstance(resume, Path) and parse_name(resume.name) is None:
         raise ConfigChanged(
@@ -173,10 +182,20 @@ def check_resume(store: BundleStore, resume: Literal["auto", "never"] | Path) ->
         )
 
 
-def _choose(
-    store: BundleStore, resume: Literal["auto", "never"] | Path, refused: dict[str, RestoreError]
+def choose_bundle(
+    store: BundleStore,
+    resume: Literal["auto", "never"] | Path,
+    *,
+    on_refused: Refused,
+    refused: Mapping[str, RestoreError] = {},
 ) -> VerifiedBundle | None:
-    """The newest bundle that verifies and is not in `refused`, to which the damaged are added."""
+    """The bundle that `restore` would go on from: the newest that verifies, or the one named.
+
+    `on_refused` hears of each damaged one, and why. Those in `refused` are passed over.
+
+    Raises:
+        NoValidBundle, BundleDamaged, BundleInconsistent, ConfigChanged: as `restore`.
+    """
     check_resume(store, resume)
     if resume == "never":
         return None
@@ -198,12 +217,8 @@ def _choose(
             )
         return bundle
 
-    def on_refused(name: str, reason: RestoreError) -> None:
-        logger.warning("not resuming from %s: %s", name, reason)
-        refused[name] = reason
-
     return newest_valid(
-        store.directory, store.disk, key=store.key, on_refused=on_refused, refused=dict(refused)
+        store.directory, store.disk, key=store.key, on_refused=on_refused, refused=refused
     )
 
 

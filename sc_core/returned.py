@@ -35,14 +35,15 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
 
     Raises:
         DataFailure: its reward is not finite in float32: training on it would ruin the weights.
-        RolloutError: it is no sample, or has something in it that is not what it should be.
+        RolloutError: it has something in it that is not what it should be.
+        WrongAnswer: it is no sample.
     """
 
     def whose() -> str:
         return f"sibling {sibling} of group {group}"
 
     if not isinstance(sample, Sample):
-        raise RolloutError(f"{whose()} came back as {type(sample).__name__}, not as a Sample")
+        raise WrongAnswer(f"worker.rollout returned {_kind(sample)} for {whose()}, not a Sample")
     if not isinstance(sample.fields, Mapping):
         raise RolloutError(f"{whose()} has {type(sample.fields).__name__} for its fields")
     if not sample.fields or not all(isinstance(name, str) for name in sample.fields):

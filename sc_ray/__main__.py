@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ _LOOK_EVERY_S = 0.1
 _QUIET_S = 60.0
 """Longer without progress is worth a line of `status`."""
 _CONTROLLER = "the controller"
+_OF_A_STEP = ("step", "max_steps", "last_metrics", "places_held", "places_capacity")
+_OF_THE_EXTRA = frozenset(
+    "omegaconf prometheus_client psutil ray rich safetensors tensorboard torch transfer_queue"
+    " transformers yaml".split()
+)
+"""What the extra `ray` installs, as it is imported."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,6 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILED
     except ConfigError as exc:
         return _complain(exc, WRONG_USAGE)
+    except ModuleNotFoundError as exc:
+        missing = (exc.name or "").partition(".")[0]
+        if missing not in _OF_THE_EXTRA:
+            raise
+        said = f"this needs {missing}, which is not here: pip install 'single-controller[ray]'"
+        return _complain(ConfigError(said), WRONG_USAGE)
     except (ScError, OSError) as exc:
         return _complain(exc, FAILED)
 
@@ -140,18 +153,42 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_under(signals: Any, options: argparse.Namespace) -> int:
+    from sc_ray.before_ray import check_start, metrics_port
+    from sc_ray.prepared import Prepared
+    from sc_ray.progress import PlainConsole
     from sc_ray.settings import load_config
 
     config = load_config(options.config, options.settings)
-    with RunDirectory(_out(options)) as run:
+    resume = _resume(options)
+    prepared, out, say = Prepared.of(config), _out(options), PlainConsole(sys.stdout).say
+    if not out.exists():  # and does not come to be, unless something is started
+        metrics_port(config.logger)
+    with RunDirectory(out) as run:
+        over = check_start(config, run.path, prepared, resume, say)
+        if over is not None:
+            say(
+                f"nothing left to do: step {over.step} of {config.grpo.max_num_steps} is in"
+                f" {over.path}"
+            )
+            return DONE
+        before = _without_phase(run.path)
         run.report("starting")
         try:
-            phase, status = _run(signals, options, config, run)
+            phase, status = _run(signals, config, run, prepared, resume)
         except BaseException as exc:
-            run.report("failed", {**_without_phase(run.path), "error": str(exc)})
+            run.report("failed", {**_last_step(run.path, before), "error": str(exc)})
             raise
-        run.report(phase, _without_phase(run.path))
+        run.report(phase, _last_step(run.path, before))
         return status
+
+
+def _resume(options: argparse.Namespace) -> Any:
+    if options.resume in ("auto", "never"):
+        return options.resume
+    path = Path(options.resume)
+    if not path.is_dir():
+        raise ConfigError(f"--resume: there is no checkpoint {path}; auto takes the newest")
+    return path
 
 
 def _out(options: argparse.Namespace) -> Path:
@@ -159,18 +196,13 @@ def _out(options: argparse.Namespace) -> Path:
 
 
 def _run(
-    signals: Any, options: argparse.Namespace, config: Any, run: RunDirectory
+    signals: Any, config: Any, run: RunDirectory, prepared: Any, resume: Any
 ) -> tuple[str, int]:
-    from sc_ray.prepared import Prepared
     from sc_ray.progress import console_on, learning_curve
     from sc_ray.views import write_views
 
     console = console_on(sys.stdout)
     signals.on_leave = console.leave
-    resume = options.resume if options.resume in ("auto", "never") else Path(options.resume)
-    if isinstance(resume, Path) and not resume.is_dir():
-        raise ConfigError(f"--resume: there is no checkpoint {resume}; auto takes the newest")
-    prepared = Prepared.of(config)
     most = config.cluster.max_controller_restarts
     for restart in range(1, most + 2):
         try:
@@ -199,6 +231,8 @@ def _run(
     if result.reason in ("stopped", "must_save_by"):
         in_time = "" if result.reason == "stopped" else ", as checkpoint_must_save_by says"
         console.say(f"stopped at {reached}{in_time}: {curve}{newest}")
+        if has_bundle:
+            console.say("the same command goes on from there")
         return "stopped", STOPPED if has_bundle else FAILED
     why = "" if result.reason == "max_steps" else ", out of prompts"
     console.say(f"done: {reached}{why}; {curve}{newest}")
@@ -217,6 +251,7 @@ def _live(
     import anyio
     from ray.exceptions import RayActorError
 
+    from sc_ray.driver_log import warnings_in
     from sc_ray.failures import ControllerFailed
     from sc_ray.setup import setup_single_controller, start_actor
     from sc_ray.supervise import supervise
@@ -225,6 +260,7 @@ def _live(
 
     with ExitStack() as on_exit:
         log = on_exit.enter_context((run.path / LOGS / "driver.log").open("a"))
+        on_exit.enter_context(warnings_in(log))
         on_exit.enter_context(redirect_stdout(log))  # Ray reports deaths on it, at length
 
         def say(stage: str) -> None:
@@ -238,11 +274,15 @@ def _live(
             run.facts["prometheus"] = args.metrics_url
             console.say(f"metrics for Prometheus at {args.metrics_url}")
         actor = start_actor(args, on_exit)
-        steps, store = config.grpo.max_num_steps, processes_of(args.rows)
+        watch = partial(
+            supervise,
+            *(actor, run, console, signals),
+            max_steps=config.grpo.max_num_steps,
+            vital=processes_of(args.rows),
+            resumed_from=args.sent.path,
+        )
         try:
-            return anyio.run(
-                lambda: supervise(actor, run, console, signals, max_steps=steps, vital=store)
-            )
+            return anyio.run(watch)
         except ControllerFailed as exc:
             more = run.path / LOGS / "failure.txt"
             more.write_text(exc.traceback_text)
@@ -257,6 +297,16 @@ def _may_restart(death: WorkerDied) -> bool:
     """Whether it was the controller's process that died, and not by an error of its own start."""
     started = not getattr(death.__cause__, "actor_init_failed", False)
     return death.worker == _CONTROLLER and started
+
+
+def _last_step(path: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """What this start told of itself; of a step, what one `before` did if it made none."""
+    told = _without_phase(path)
+    if not told.get("last_metrics"):
+        told |= {name: before[name] for name in _OF_A_STEP if name in before}
+    if not told.get("last_evaluation") and "last_evaluation" in before:
+        told["last_evaluation"] = before["last_evaluation"]
+    return told
 
 
 def _without_phase(path: Path) -> dict[str, Any]:
@@ -330,13 +380,13 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(told).decode())
         return DONE
-    from sc_ray.progress import engines_away, step_line
+    from sc_ray.progress import ago, engines_away, step_line
 
     age_s = time.time() - told.get("t", time.time())
     where = f"pid {pid}" if pid is not None else "not running"
     quiet_s = told.get("quiet_s", 0.0) if pid is not None else 0.0
     serving = ", ".join(told.get("engines") or ())
-    print(f"{told.get('phase', 'starting')} ({where}), {age_s:.1f} s ago")
+    print(f"{told.get('phase', 'starting')} ({where}), {ago(age_s)}")
     for line in (
         told.get("stage", ""),
         step_line(told, told.get("max_steps", 0)),

@@ -52,8 +52,7 @@ def _lines(settings: msgspec.Struct, depth: int, *, silent: bool = False) -> Ite
             if depth == 0 and not silent:
                 yield ""
             if not silent:
-                yield from _comment(doc, indent)
-                yield from _comment(class_doc(type(value)), indent)
+                yield from _comment(class_doc(type(value)) or doc, indent)
             yield f"{indent}{field.encode_name}:"
             yield from _lines(value, depth + 1, silent=silent)
             continue

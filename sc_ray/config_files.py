@@ -29,6 +29,7 @@ PARENT = "defaults"
 """At the top of a file: another one, or several, that it changes. Beside it, or built in."""
 _BUILT_IN = resources.files("sc_ray") / "configs"
 _WHILE = re.compile(r"\w+ raised while resolving interpolation: \"?(.*?)\"?$")
+_SIGN = re.compile(r"\++|~+")  #: of Hydra: every key can be set here, and none be taken away
 _ESCAPED = re.compile(r"(\\*)(\$\{)")
 _DEEPEST = 40
 """Levels of a file. Settings have five; what merges them recurses, some 15 frames for a level."""
@@ -69,6 +70,8 @@ def override_layer(pairs: Sequence[str], below: Sequence[Layer]) -> Layer:
     known = [layer.data for layer in below]
     for pair in pairs:
         key, equals, text = pair.partition("=")
+        if sign := _SIGN.match(key):
+            raise ConfigError(f"{COMMAND_LINE}: {pair!r}: leave out {sign[0]}, and write key=value")
         *parents, last = key.split(".")
         if not equals or not all((*parents, last)):
             raise ConfigError(f"{COMMAND_LINE}: {pair!r} is not of the form key=value")

@@ -27,6 +27,9 @@ ELSEWHERE = {
         " max_trajectory_age_steps is async_rl.sampler.max_staleness_versions"
     ),
     "grpo.batch_multiplier": "groups that are dropped are replaced by themselves",
+    "grpo.dynamic_sampling_max_gen_batches": (
+        "use async_rl.max_consecutive_filtered_groups, in groups without a commit between"
+    ),
     "grpo.max_rollout_turns": "use task.max_turns",
     "grpo.normalize_rewards": "use advantages.normalize_rewards",
     "grpo.reward_scaling": _REWARD,
@@ -48,6 +51,7 @@ ELSEWHERE = {
     "async_rl.generation_fleet_health.refit_timeout_s": "use async_rl.deadlines.weight_sync_s",
     "async_rl.generation_fleet_health.selection": "the engine with the fewest requests is next",
     "async_rl.generation_router": "requests go to engines through Ray alone",
+    "async_rl.max_trajectory_age_steps": "use async_rl.sampler.max_staleness_versions",
     "async_rl.recompute_kv_cache_after_weight_updates": (
         "vLLM always recomputes it; generation.vllm.pause_mode says what becomes of requests"
     ),

@@ -32,6 +32,8 @@ _SIZES = (
     "num_key_value_heads", "max_position_embeddings",
 )  # fmt: skip
 
+SHAPE = (*_SIZES, "tie_word_embeddings")  #: settings that saved weights can't follow
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shape of a small Qwen2, in float32; the names are those of Hugging Face.

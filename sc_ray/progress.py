@@ -100,6 +100,16 @@ def step_line(status: Mapping[str, Any], max_steps: int) -> str:
     )
 
 
+def ago(age_s: float) -> str:
+    """How long ago, as people say it."""
+    for longest_s, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if age_s < longest_s:
+            return (
+                f"{age_s / unit_s:.1f} s ago" if unit == "s" else f"{age_s / unit_s:.0f} {unit} ago"
+            )
+    return f"{age_s / 86400:.0f} days ago"
+
+
 def engines_away(status: Mapping[str, Any]) -> dict[str, str]:
     """Engines that do not serve now: what each is, and why."""
     out = {engine: f"out: {why}" for engine, why in (status.get("engines_out") or {}).items()}

@@ -5,19 +5,16 @@ It happens on the driver, in this order, and what was started is shut down in th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import ray
 
 from sc_core import (
-    BundleStore,
-    RunInUse,
     candidates,
     check_resume,
     in_thread,
@@ -26,23 +23,18 @@ from sc_core import (
 from sc_ray.actor import SingleControllerActor
 from sc_ray.actor_args import SingleControllerActorArgs
 from sc_ray.annotated import plain
+from sc_ray.before_ray import Resume, metrics_port
 from sc_ray.cluster import kill, start_ray
 from sc_ray.gpus import trainer_device
 from sc_ray.memory import remove_leftovers
 from sc_ray.placement import CONTROLLER, reserve
 from sc_ray.prepared import Prepared, build_prompts
 from sc_ray.run_directory import CHECKPOINTS, LOGS, keep_config
-from sc_ray.run_store import open_store, run_id
+from sc_ray.run_store import become_writer, open_store, run_id
 from sc_ray.settings import TrainConfig
 from sc_ray.start_workers import check_run_files, start_generation, start_trainer, until_up
 from sc_ray.trainer.port import RayTrainer
 from sc_ray.transfer_queue import TransferQueueBootstrap, TransferQueueSpec
-from sc_ray.watching.config import LoggerConfig
-
-Resume = Literal["auto", "never"] | Path
-
-_ORPHANS_LIVE_S = 60.0
-"""A killed driver's actor ends as soon as Ray's daemons, which die with the driver, are gone."""
 
 
 def setup_single_controller(
@@ -69,13 +61,13 @@ def setup_single_controller(
     prepared = prepared or Prepared.of(config)
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     store = open_store(run_dir)
-    _become_writer(store, say)  # before Ray: it refuses a directory that can't be written
-    keep_config(run_dir, plain(config))
+    become_writer(store, say)  # before Ray: it refuses a directory that can't be written
     on_exit.callback(remove_leftovers, run_id(run_dir))  # of an actor that did not live to do it
     with ExitStack() as here:
         here.callback(store.close)  # the actor opens it again
         check_resume(store, resume)
-        port = _metrics_port(config.logger)
+        port = metrics_port(config.logger)
+        keep_config(run_dir, plain(config))
         say("starting Ray")
         start_ray(config, run_dir / LOGS, on_exit)
         device = trainer_device(config)
@@ -133,31 +125,6 @@ def setup_single_controller(
         log_dir=config.logger.directory(run_dir),
         prometheus_port=port,
     )
-
-
-def _metrics_port(config: LoggerConfig) -> int | None:
-    """A port that can be listened on now: the last life of the run is over."""
-    if config.prometheus_port is None:
-        return None
-    from sc_ray.watching.prometheus import free_port
-
-    return free_port(config.prometheus_host, config.prometheus_port)
-
-
-def _become_writer(store: BundleStore, say: Callable[[str], None]) -> None:
-    """Open the store, once the processes of a driver that was killed have noticed and ended."""
-    give_up = time.monotonic() + _ORPHANS_LIVE_S
-    waiting = False
-    while True:
-        try:
-            return store.open()
-        except RunInUse:
-            if time.monotonic() > give_up:
-                raise
-        if not waiting:
-            say("waiting for the processes of an earlier start to end")
-            waiting = True
-        time.sleep(0.1)
 
 
 def start_actor(args: SingleControllerActorArgs, on_exit: ExitStack) -> Any:

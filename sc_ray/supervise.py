@@ -90,18 +90,20 @@ async def supervise(
     *,
     max_steps: int,
     vital: Mapping[str, Any] = {},
+    resumed_from: str | None = None,
 ) -> RunResult:
     """Run the actor to its end, show its progress, and pass signals on to it.
 
     `vital` are handles, by name, of other actors whose death ends the run: those whose callers
-    would otherwise hear of it by a deadline only.
+    would otherwise hear of it by a deadline only. `resumed_from` is the bundle that the run goes on
+    from: newer ones were rejected, and are not shown until they are replaced.
 
     Raises:
         ControllerFailed: the run failed.
         RayActorError: the actor's process died.
         WorkerDied: one of the vital ones did. The actor may still be at work: kill it.
     """
-    view = _View(actor, run, console, signals, max_steps)
+    view = _View(actor, run, console, signals, max_steps, resumed_from)
     try:
         async with anyio.create_task_group() as tg:
             tg.start_soon(_pass_on, actor, console, signals)
@@ -153,7 +155,13 @@ class _View:
     """Looks at the run and shows what has changed, on the terminal and in `status.json`."""
 
     def __init__(
-        self, actor: Any, run: RunDirectory, console: Console, signals: Signals, max_steps: int
+        self,
+        actor: Any,
+        run: RunDirectory,
+        console: Console,
+        signals: Signals,
+        max_steps: int,
+        resumed_from: str | None = None,
     ) -> None:
         self._actor = actor
         self._run = run
@@ -161,6 +169,12 @@ class _View:
         self._signals = signals
         self._max_steps = max_steps
         self._bundles = published(run.path)
+        names = list(self._bundles)
+        taken = os.path.basename(resumed_from or "")
+        newer = names[: names.index(taken)] if taken in names else []
+        self._rejected = {name: self._bundles[name] for name in newer}
+        self._last: Mapping[str, Any] = {}  #: what the controller last said of itself
+        self._evaluation: Mapping[str, float] = {}  #: the last finished one, also while one runs
         self._warnings = 0  #: of the controller that were shown
         self._away: dict[str, str] = {}  #: engines that don't serve, and why, as shown
 
@@ -176,7 +190,11 @@ class _View:
 
     def show(self, status: Mapping[str, Any]) -> None:
         bundles = published(self._run.path)
-        told = {"max_steps": self._max_steps, "bundles": list(bundles), **status}
+        good = [name for name, identity in bundles.items() if self._rejected.get(name) != identity]
+        self._evaluation = status.get("last_evaluation") or self._evaluation
+        self._last = status if "step" in status else self._last
+        told = {"max_steps": self._max_steps, "bundles": good, **self._last, **status}
+        told["last_evaluation"] = self._evaluation
         if "step" in status:  # else there is no controller yet, or not any more
             self._console.show(told)
         self._warn(status)

@@ -201,6 +201,14 @@ class Tokenizer:
         return self.decode(token_ids[:-1] if ended else token_ids)
 
 
+def saved_vocabulary(directory: Path) -> dict[str, int] | None:
+    """What `save` wrote of `vocabulary()`, read in no time; None if it can't be."""
+    try:
+        return dict(Pipeline.from_file(str(directory / "tokenizer.json")).get_vocab())
+    except Exception:  # the only type that this library raises
+        return None
+
+
 def _end_tokens(path: Path) -> list[int]:
     """`eos_token_id` of a `generation_config.json`, which is one number, several or none.
 

@@ -74,6 +74,13 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def needs_ray(page: Path) -> bool:
+    return any("sc_ray" in block.text or "make demo" in block.text for block in blocks_of(page))
+
+
 class Reader:
     """Does what a page says in an empty directory of its own, which has the repository's files."""
 
@@ -191,10 +198,14 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 
 def shortened(command: str) -> str:
     """The command with `SHORT` behind the settings of a `train` in it."""
-    lines = [
-        f"{line} {SHORT}" if re.search(r"-m sc_ray(\.demo_crash| train)\b", line) else line
-        for line in command.splitlines()
-    ]
+    lines = []
+    for line in command.splitlines():
+        short = ""
+        if re.search(r"-m sc_ray train\b", line):
+            short = SHORT
+        elif "-m sc_ray.demo_crash" in line:
+            short = f"{SHORT} grpo.max_num_steps=40"  # it waits for up to ten after a checkpoint
+        lines.append(f"{line} {short}".rstrip())
     return "\n".join(lines)
 
 
@@ -229,7 +240,7 @@ class Run:
                 self._command, cwd=self._directory, env=self._env, stdout=file, stderr=file
             )
         give_up = time.monotonic() + _UP_S
-        while "step 1/" not in out.read_text():
+        while not re.search(r"^step \d+/", out.read_text(), re.M):
             running = self._process.poll() is None
             assert running and time.monotonic() < give_up, out.read_text()[-3000:]
             time.sleep(0.2)

@@ -15,7 +15,14 @@ from test_controller import at, fates, owned_rows, settings, uneven
 from sc_core.audit import audit
 from sc_core.bundle import BundleStore
 from sc_core.controller import SingleController
-from sc_core.errors import CallCancelled, CallFailed, CallTimeout, Conservation, SaveError
+from sc_core.errors import (
+    CallCancelled,
+    CallFailed,
+    CallTimeout,
+    Conservation,
+    SaveError,
+    WrongAnswer,
+)
 from sc_core.index import ReplayIndex
 from sc_core.ports import EventKind, SamplerView
 from sc_core.records import Group, Prompt, Sample, Stamp
@@ -66,7 +73,6 @@ class Number:
         (lambda s: replace(s, fields=None), "infra failure: .*has NoneType for its fields"),
         (lambda s: replace(s, end_weight_version=99), "ended at weight version 99, not between"),
         (lambda s: replace(s, end_weight_version=-1), "ended at weight version -1, not between"),
-        (lambda s: {"reward": 1.0}, "came back as dict, not as a Sample"),
     ],
 )
 async def test_a_worker_that_returns_rubbish_costs_its_own_prompt_only(
@@ -80,6 +86,32 @@ async def test_a_worker_that_returns_rubbish_costs_its_own_prompt_only(
     assert re.search(reason, dropped.reason)
     assert run.store.rows.keys() == owned_rows(run)
     assert fates(run)["trained"] == 12
+
+
+@pytest.mark.parametrize("change", [lambda s: {"reward": 1.0}, lambda s: None, lambda s: s.fields])
+async def test_a_rollout_that_is_no_sample_ends_the_run_at_once(
+    change: Callable[[Sample], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tampered(MemoryRun(settings(steps=3), range(100)), change)
+    named = r"worker\.rollout returned .* for sibling 1 of group 5\.0, not a Sample"
+    with pytest.raises(WrongAnswer, match=named):
+        await run.run()
+    assert not [e for e in run.log.events if e.event in ("redispatched", "dropped")]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+async def test_an_answer_of_an_evaluation_that_is_no_sample_ends_the_run_at_once() -> None:
+    config = settings(steps=1, grpo={"val_at_start": True})
+    run = MemoryRun(config, range(100), held_out=range(3))
+    rollout = run.engines.rollout
+
+    async def changed(prompt: Prompt, sibling: int, version: int) -> Any:
+        sample = await rollout(prompt, sibling, version)
+        return {"reward": 1.0} if prompt.held_out else sample
+
+    run.engines.rollout = changed  # type: ignore[method-assign, assignment]
+    with pytest.raises(WrongAnswer, match=r"returned a value of type dict for sibling 0 of group"):
+        await run.run()
 
 
 async def test_numbers_of_other_libraries_are_taken_for_what_they_are() -> None:

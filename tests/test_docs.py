@@ -6,13 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_page import ROOT, Block, Reader, blocks_of, commands_of, expect
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def needs_ray(page: Path) -> bool:
-    return any("sc_ray" in block.text or "make demo" in block.text for block in blocks_of(page))
+from doc_page import PAGES, Block, Reader, blocks_of, commands_of, expect, needs_ray
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if not needs_ray(p)], ids=lambda p: p.name)

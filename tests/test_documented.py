@@ -6,7 +6,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 import sc_core
+from sc_core.config import ControllerConfig
 
 ROOT = Path(sc_core.__file__).parent
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -67,3 +70,15 @@ def test_every_public_name_method_and_field_is_documented() -> None:
         bare += list(unsaid(tree.body, source.splitlines(), names))
     assert found == set(sc_core.__all__)
     assert bare == []
+
+
+def test_the_types_that_settings_and_samplers_are_made_of_are_public() -> None:
+    def inside(settings: type[msgspec.Struct]) -> Iterator[str]:
+        yield settings.__name__
+        for field in msgspec.structs.fields(settings):
+            if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+                yield from inside(field.type)
+
+    assert {*inside(ControllerConfig)} <= {*sc_core.__all__}
+    assert {"IndexView", "LedgerRecord", "SamplerView"} <= {*sc_core.__all__}
+    assert sc_core.__all__ == sorted(sc_core.__all__)

@@ -280,3 +280,19 @@ async def test_a_signal_stops_a_run_with_a_bundle(tmp_path: Path, anyio_backend:
         tg.cancel_scope.cancel()
     assert (result.reason, result.stop_reason) == ("stopped", "SIGTERM")
     assert [path.name for path in candidates(tmp_path / "checkpoints")][0] == f"step_{result.step}"
+
+
+async def test_plain_data_in_place_of_settings_is_refused_with_how_to_make_them(
+    tmp_path: Path,
+) -> None:
+    life = Life(tmp_path / "run")
+    plain: Any = {"grpo": {"max_num_steps": 1}}
+    says = r"type dict, not a ControllerConfig; sc_core\.decode\(…, ControllerConfig\) makes one"
+    ports: Any = {"store": life.store, "source": PromptList(range(9), seed=0)}
+    with pytest.raises(ConfigError, match=says):
+        async with open_run(life.run_dir, plain, worker=life, trainer=life.trainer, **ports):
+            pass
+    assert not life.run_dir.exists()
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=says):
+        SingleController(plain, nothing, nothing)

@@ -21,7 +21,7 @@ from sc_core.errors import (
     StallError,
     WorkerDied,
 )
-from sc_core.records import Cut, EvaluatedPrompt, Evaluation, Prompt
+from sc_core.records import Cut, EvaluatedPrompt, Evaluation, GroupId, Prompt
 from sc_core.testing import MemoryRun
 from sc_core.verify import verify
 
@@ -618,3 +618,10 @@ def test_a_cut_whose_evaluation_can_t_be_is_refused(wrong: dict[str, Any], says:
     with pytest.raises(BundleInconsistent, match=says):
         check_cut(a_cut(**wrong))
     check_cut(a_cut(weight_version=2, summary={"val/reward": 1.0}))
+
+
+def test_a_held_out_prompt_says_so() -> None:
+    def prompt(ordinal: int) -> Prompt:
+        return Prompt(ordinal=ordinal, group_id=GroupId("any"), payload=None)
+
+    assert [prompt(ordinal).held_out for ordinal in (-2, -1, 0, 1)] == [True, True, False, False]

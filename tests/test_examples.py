@@ -97,6 +97,20 @@ def test_sigterm_stops_the_asyncio_example_with_a_bundle(tmp_path: Path) -> None
     finished(name, run_dir)
 
 
+@pytest.mark.parametrize(
+    ("name", "run_dir"), [("asyncio_trainer.py", "runs/sums"), ("trio_trainer.py", "runs/moves")]
+)
+def test_an_example_without_an_argument_has_a_directory_of_its_own(
+    name: str, run_dir: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], cwd=tmp_path, env=environment(), text=True,
+        capture_output=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / run_dir / "checkpoints" / "step_100").is_dir()
+
+
 @both
 def test_the_readme_shows_it_whole(name: str) -> None:
     assert (EXAMPLES / name).read_text() in (EXAMPLES.parent / "README.md").read_text()

@@ -63,6 +63,7 @@ def test_every_error_is_explained() -> None:
     explained = set(re.findall(r"`(\w+)`", table_of_errors()))
     assert ours - {"ScError"} <= explained
     assert explained <= ours | set(dir(builtins))
+    assert ours <= set(sc_core.__all__)
 
 
 def table_of_errors() -> str:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from sc_core.audit import audit
 from sc_core.config import ControllerConfig, decode
-from sc_core.errors import ConfigError
+from sc_core.errors import ConfigError, TooManyFiltered
 from sc_core.filters import ZeroVarianceFilter
 from sc_core.ports import GroupFilter
 from sc_core.testing import MemoryRun
@@ -57,6 +59,71 @@ async def test_dynamic_sampling_fills_a_step_with_groups_that_teach(asked_for: b
     assert kinds["trained"] == 12 * 8
     assert (kinds["dropped"] > 0) is asked_for
     assert audit(run.log.events).ok
+
+
+class Rejects:
+    """A filter that keeps every n-th group, or none."""
+
+    def __init__(self, keeps_each: int | None = None) -> None:
+        self.asked = 0
+        self._keeps_each = keeps_each
+
+    def keep(self, rewards: Sequence[float]) -> bool:
+        self.asked += 1
+        return self._keeps_each is not None and self.asked % self._keeps_each == 0
+
+
+def bounded(at_most: int | None, granularity: str = "prompt_group") -> ControllerConfig:
+    settings = {
+        "grpo": {"num_generations_per_prompt": 2, "max_num_steps": 3},
+        "async_rl": {"max_consecutive_filtered_groups": at_most},
+        "rollout_recovery": {"default_granularity": granularity},
+    }
+    return decode(settings, ControllerConfig)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("granularity", ["prompt_group", "sibling"])
+async def test_a_filter_that_keeps_nothing_ends_the_run(
+    granularity: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = MemoryRun(bounded(40, granularity), range(1000), group_filter=Rejects())
+    with pytest.raises(TooManyFiltered) as caught:
+        await run.run()
+    told = str(caught.value)
+    assert "after 40 groups" in told and "it keeps nothing" in told
+    assert "async_rl.max_consecutive_filtered_groups, which is 40" in told
+    assert str(pickle.loads(pickle.dumps(caught.value))) == told
+    assert Counter(event.event for event in run.log.events)["dropped"] == 40
+    assert audit(run.log.events).ok
+    (warned,) = (one for one in caplog.records if one.levelname == "WARNING")
+    assert "rejected 4 groups" in warned.getMessage()
+
+
+@pytest.mark.anyio
+async def test_a_commit_in_between_starts_the_count_of_filtered_groups_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = MemoryRun(bounded(40), range(1000), group_filter=Rejects(keeps_each=11))
+    assert (await run.run()).step == 3
+    assert Counter(event.event for event in run.log.events)["dropped"] > 2 * 40
+    assert len(caplog.records) == 1  # one warning is enough
+
+
+@pytest.mark.anyio
+async def test_without_a_bound_a_filter_may_reject_all_prompts_and_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = MemoryRun(bounded(None), range(1500), group_filter=Rejects())
+    assert (await run.run()).step == 0
+    (warned,) = (one for one in caplog.records if one.levelname == "WARNING")
+    assert "rejected 100 groups" in warned.getMessage()
+
+
+def test_a_bound_on_filtered_groups_is_at_least_1() -> None:
+    with pytest.raises(ConfigError, match="max_consecutive_filtered_groups is 0"):
+        bounded(0)
+    assert ControllerConfig().async_rl.max_consecutive_filtered_groups == 1000
 
 
 def test_dynamic_sampling_needs_siblings_to_compare() -> None:

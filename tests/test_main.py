@@ -20,6 +20,7 @@ from sc_core.audit import audit_log, audit_run
 from sc_core.config import ControllerConfig, decode
 from sc_core.disk import LOCAL
 from sc_core.events import read_events
+from sc_core.manifest import open_manifest, seal_manifest
 from sc_core.records import Prompt
 from sc_core.replay import replay_run
 from sc_core.testing import MemoryRun
@@ -81,33 +82,34 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 # verify --------------------------------------------------------------------------------
 
 
-def test_verify_prints_a_line_per_part_and_ok(run: Path, command: Command) -> None:
-    status, printed = command("verify", run / "checkpoints" / "step_6")
-    lines = printed.splitlines()
-    assert status == 0
-    assert [line.split()[0] for line in lines[1:-2]] == [
-        "data_plane/",
-        "policy/",
-        "MANIFEST.json",
-        "config.yaml",
-        "replay_buffer_metadata.msgpack",
-        "train_dataloader.msgpack",
-        "training_info.json",
-    ]
-    assert lines[0].endswith("step_6")
-    assert lines[-1] == "step_6: ok"
+def test_verify_of_a_good_bundle_is_one_line(run: Path, command: Command) -> None:
+    bundle = run / "checkpoints" / "step_6"
+    sizes = [file.stat().st_size for file in bundle.rglob("*") if file.is_file()]
+    has = f"step 6, {len(sizes)} files, {sum(sizes):,} bytes, not signed"
+    assert command("verify", bundle) == (0, f"{bundle}: ok; {has}\n")
+
+
+def test_verify_says_whether_a_bundle_is_signed(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = run / "checkpoints" / "step_9"
+    manifest = bundle / "MANIFEST.json"
+    unsigned = open_manifest(manifest.read_bytes(), None, "step_9")
+    manifest.write_bytes(seal_manifest(unsigned, b"k"))
+    _, printed = command("verify", bundle)
+    assert printed.endswith(" bytes, signature not checked (SC_BUNDLE_KEY is not set)\n")
+    monkeypatch.setenv("SC_BUNDLE_KEY", "k")
+    _, printed = command("verify", bundle)
+    assert printed.endswith(" bytes, signed with SC_BUNDLE_KEY\n")
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints"])
 def test_verify_of_a_run_looks_at_all_its_bundles(run: Path, command: Command, inside: str) -> None:
     status, printed = command("verify", run / inside)
     assert status == 0
-    assert [line[-6:] for line in printed.splitlines() if line.startswith("/")] == [
-        "step_3",
-        "step_6",
-        "step_9",
-    ]
-    assert printed.endswith("\n3 bundles: ok\n")
+    *each, last = printed.splitlines()
+    assert [line.partition(": ok; ")[0][-6:] for line in each] == ["step_3", "step_6", "step_9"]
+    assert last == "3 bundles: ok"
 
 
 def test_verify_names_the_damaged_file(run: Path, command: Command) -> None:
@@ -115,7 +117,9 @@ def test_verify_names_the_damaged_file(run: Path, command: Command) -> None:
     weights.write_bytes(weights.read_bytes()[::-1])
     status, printed = command("verify", run)
     assert status == 1
-    assert printed.splitlines()[-1] == (
+    lines = printed.splitlines()
+    assert len(lines) == 5 and lines[2].startswith("  step_6: policy/weights.json: ")
+    assert lines[-1] == (
         "3 bundles: 1 damaged; step_6: policy/weights.json: its content has changed"
     )
     status, printed = command("verify", run, "--json")
@@ -168,7 +172,10 @@ def test_inspect_shows_the_newest_bundle_of_a_run(run: Path, command: Command) -
     assert facts["by start version"].startswith(
         f"{versions.count(versions[0])} of version {versions[0]}"
     )
-    assert facts["by target step"] == "none"
+    assert "by target step" not in facts
+    assert max(map(len, printed.splitlines()[1:])) <= 100
+    for name in ("data_plane/", "policy/", "training_info.json"):
+        assert name in printed.partition("  bytes  ")[2]
     assert f"{len(cut.groups)} committed" in facts["ledger"]
     assert "MANIFEST.json" in facts["bytes"]
     assert facts["attempts"] == f"{len(cut.records)} at attempt 0"
@@ -350,6 +357,19 @@ def test_audit_of_a_log_alone(run: Path, command: Command) -> None:
     status, printed = command("audit", run / "events.jsonl")
     assert status == 0
     assert "agree with the log" not in printed
+
+
+def test_audit_speaks_of_served_groups_where_they_name_their_engines(
+    run: Path, command: Command
+) -> None:
+    log = run / "events.jsonl"
+    printed = command("audit", log)[1]
+    assert " served " in printed and "  confirmed " in printed
+    unnamed = [msgspec.structs.replace(event, served=None) for event in read_events(log)]
+    log.write_bytes(msgspec.json.Encoder().encode_lines(unnamed))
+    status, printed = command("audit", log)
+    assert (status, " confirmed " in printed) == (0, True)
+    assert " served " not in printed and "which engine" not in printed
 
 
 def test_audit_names_a_damaged_bundle_and_compares_the_others(run: Path, command: Command) -> None:

@@ -478,3 +478,8 @@ def test_a_file_of_another_schema_is_refused_by_name_and_not_skipped(
     with pytest.raises(RestoreError, match=told) as refused:
         newest_valid(bundles)
     assert not isinstance(refused.value, BundleDamaged)
+
+
+def test_a_directory_with_one_bundle_that_is_damaged_counts_it_as_one() -> None:
+    assert "d holds 1 checkpoint and none is valid: a. Move" in str(NoValidBundle("d", ["a"]))
+    assert "d holds 2 checkpoints and none" in str(NoValidBundle("d", ["a", "b"]))

@@ -107,7 +107,7 @@ def _reward(history: History) -> Json | None:
     again, val = history.curves.reward_again, history.curves.val_reward
     if len(again):
         mark = {"color": "c5", "symbol": "circle-open", "size": 5}
-        name = "lost with a kill"
+        name = "undone by a restart"
         data.append({**_line(again, name, "muted"), "mode": "markers", "marker": mark})
     if len(val):
         mark = {"color": "c2", "size": 8, "symbol": "diamond"}
@@ -164,7 +164,7 @@ def _levels(history: History) -> Json | None:
     levels = history.levels
     if not len(levels.places):
         return None
-    spent = history.lives.ended - history.lives.began
+    spent = history.lives.lived_s
     unit_s, unit = next(
         ((u, name) for least, u, name in _UNITS if spent >= least), (1.0, "seconds")
     )
@@ -189,8 +189,8 @@ def _levels(history: History) -> Json | None:
                 "line": {"color": "muted", "width": 1, "dash": "dash"},
             }
         )
-    at = [(life.began - history.lives.began) / unit_s for life in history.restarts]
-    return _figure(data, f"{unit} since the start", "groups", **_restarts(history, at))
+    at = [life.after_s / unit_s for life in history.restarts]
+    return _figure(data, f"{unit} of running", "groups", **_restarts(history, at))
 
 
 def _down_to_zero(line: Json) -> Json:

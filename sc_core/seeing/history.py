@@ -46,7 +46,7 @@ class Drops(msgspec.Struct):
 
 
 class Curves(msgspec.Struct):
-    """By step, of the effective history; `again` are steps that were lost or made again."""
+    """By step, of the effective history; `again` are steps that a restart undid."""
 
     reward: Thinned = msgspec.field(default_factory=Thinned)
     loss: Thinned = msgspec.field(default_factory=Thinned)
@@ -60,7 +60,7 @@ class Curves(msgspec.Struct):
 
 
 class Levels(msgspec.Struct):
-    """By time, seconds since the run began; of all lives, as it was."""
+    """By time, seconds that lives had lasted by then; of all lives, as it was."""
 
     places: Thinned = msgspec.field(default_factory=Thinned)
     in_flight: Thinned = msgspec.field(default_factory=Thinned)
@@ -135,7 +135,6 @@ def _read_events(history: History, windows: Windows) -> None:
     lives, levels = history.lives, history.levels
     prompts = Prompts(lives.cuts)
     step = 0
-    began = lives.began
     for event in lives.events():
         before = prompts.enter(event)
         kind, life = event.event, lives.all[event.incarnation]
@@ -148,7 +147,7 @@ def _read_events(history: History, windows: Windows) -> None:
         elif kind == "checkpoint":
             windows.see_checkpoint(event)
         if kind != "engine":
-            at = event.t - began
+            at = life.after_s + event.t - life.began
             levels.places.add(at, prompts.places)
             levels.in_flight.add(at, prompts.count("in flight"))
             levels.ready.add(at, prompts.count("ready"))

@@ -27,6 +27,7 @@ class Life(msgspec.Struct, kw_only=True):
     number: int  #: from 1, in the order in which they began
     began: float  #: unix seconds
     ended: float  #: of its last event
+    after_s: float = 0.0  #: how long the lives before it lasted, all together
     last_seq: int
     last_step: int = 0  #: that it finished, or began with
     events: int = 0
@@ -39,6 +40,10 @@ class Life(msgspec.Struct, kw_only=True):
     places: int | None = None
     steps: deque[tuple[int, float]] = msgspec.field(default_factory=deque)
     """The last steps that it finished, and when; the newest first."""
+
+    @property
+    def lasted_s(self) -> float:
+        return max(0.0, self.ended - self.began)
 
     @property
     def steps_undone(self) -> int:
@@ -66,6 +71,11 @@ class Lives(msgspec.Struct, frozen=True):
     @property
     def ended(self) -> float:
         return max(life.ended for life in self.all.values())
+
+    @property
+    def lived_s(self) -> float:
+        """How long all lives lasted, without what lay between them."""
+        return self.last.after_s + self.last.lasted_s
 
     @property
     def name(self) -> str:
@@ -108,7 +118,7 @@ def read_lives(run: str | Path, *, keep_steps: int = 0) -> Lives:
         for event in read_events(run / EVENTS):
             life = lives.get(event.incarnation)
             if life is None:
-                life = lives[event.incarnation] = _born(event, len(lives) + 1, keep_steps)
+                life = lives[event.incarnation] = _born(event, list(lives.values()), keep_steps)
             life.events += 1
             life.ended, life.last_seq = event.t, event.seq
             life.end = event.reason or "" if event.event == "stopped" else None
@@ -131,14 +141,15 @@ def read_lives(run: str | Path, *, keep_steps: int = 0) -> Lives:
     return Lives(run, lives)
 
 
-def _born(event: Event, number: int, keep_steps: int) -> Life:
+def _born(event: Event, before: list[Life], keep_steps: int) -> Life:
     settings = event.settings or {}
     places = settings.get("places")
     return Life(
         incarnation=event.incarnation,
-        number=number,
+        number=len(before) + 1,
         began=event.t,
         ended=event.t,
+        after_s=sum(life.lasted_s for life in before),
         last_seq=event.seq,
         last_step=event.step or 0,
         parent=event.parent,

@@ -1,7 +1,6 @@
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const names = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "muted"];
-  const narrow = matchMedia("(max-width: 720px)");
 
   const resolved = (value, colours) => {
     if (typeof value === "string") return colours[value] ?? value;
@@ -35,14 +34,13 @@
         hovermode: "x", hoverlabel: { namelength: -1 }, bargap: 0.25,
         ...layout, xaxis: titled(layout.xaxis), yaxis: { rangemode: "tozero", ...titled(layout.yaxis) },
       }, {
-        responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
-        modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+        responsive: true, displayModeBar: false,
       });
     }
     document.documentElement.dataset.drawn = Object.keys(figures).length;
   };
 
-  for (const query of ["(prefers-color-scheme: dark)", "print", "(max-width: 720px)"]) {
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) {
     matchMedia(query).addEventListener("change", draw);
   }
   draw();

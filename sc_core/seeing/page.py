@@ -33,7 +33,8 @@ def page(history: History, figures: Mapping[str, Any], plotly_js: str, *, made: 
     """The whole document; `made` is the unix time of now."""
     lives = history.lives
     title = escaped(f"{lives.name}: {outcome(history)}")
-    links = " ".join(f'<a href="#{name}">{said}</a>' for name, said in _SECTIONS.items())
+    sections = {**_SECTIONS, "learning": _learning(figures)}
+    links = " ".join(f'<a href="#{name}">{said}</a>' for name, said in sections.items())
     body = "\n".join(
         [
             _header(history),
@@ -110,6 +111,10 @@ def _verdict(history: History) -> str:
             f" recorded reason and {sum(report.pending.values()):,} still pending, each exactly"
             " once."
         )
+        if report.pending and history.lives.last.end is not None:
+            said += (
+                " Those pending had gone out ahead of training; they go on if the run is resumed."
+            )
     else:
         first = report.violations[0] if report.violations else ""
         said = (
@@ -117,7 +122,9 @@ def _verdict(history: History) -> str:
             f" the first: {escaped(first)}."
         )
     kind = "" if report.ok else " bad"
-    return f'<p class="verdict{kind}" id="audit">{said} {escaped(_capital(report.served))}.</p>'
+    if report.names_servers:
+        said += f" {escaped(_capital(report.served))}."
+    return f'<p class="verdict{kind}" id="audit">{said}</p>'
 
 
 def _tiles(history: History) -> str:
@@ -129,7 +136,7 @@ def _tiles(history: History) -> str:
     waited = history.commit_wait_s if history.metric_rows else None
     longest = max((w.commit_wait_s or 0.0 for w in history.windows), default=0.0)
     tiles = [
-        ("Steps", f"{history.steps:,}", f"{undone:,} more lost with kills" if undone else ""),
+        ("Steps", f"{history.steps:,}", _undone(undone, len(history.restarts))),
         (
             "Mean reward",
             f"{decimals(first)} → {decimals(last)}",
@@ -157,6 +164,11 @@ def _tiles(history: History) -> str:
     )
 
 
+def _undone(steps: int, restarts: int) -> str:
+    by = "a restart" if restarts == 1 else "restarts"
+    return f"{steps:,} more undone by {by}" if steps else ""
+
+
 def _kinds(count: int) -> str:
     return f"for {plural(count, 'reason')}" if count else ""
 
@@ -177,20 +189,18 @@ def _sections(history: History, figures: Mapping[str, Any]) -> Iterable[str]:
 
     def section(name: str, how: str, *parts: str, empty: str = "") -> str:
         content = "".join(parts) or f'<p class="none">{empty}</p>'
-        return f'<section id="{name}"><h2>{_TITLES[name]}</h2><p>{how}</p>{content}</section>'
+        return f'<section id="{name}"><h2>{titles[name]}</h2><p>{how}</p>{content}</section>'
 
     def pair(*parts: str) -> str:
         return f'<div class="pair">{"".join(parts)}</div>' if all(parts) else "".join(parts)
 
     no_metrics = "There are no metrics yet: the first step is not finished."
-    each = history.curves.reward.each
-    dense = f" Each point is the mean of {each} steps." if each > 1 else ""
+    titles = {**_TITLES, "learning": _learning(figures)}
     yield section(
         "learning",
-        "Up and to the right is what you want of reward; the thick line is the mean of ten points,"
-        " and a dotted line marks each restart, at the step it went on from." + dense,
+        _learning_how(history, figures),
         pair(figure("reward", "mean reward by step"), figure("loss", "loss by step")),
-        empty=no_metrics,
+        empty="The metrics have no reward and no loss." if history.metric_rows else no_metrics,
     )
     yield section(
         "stale",
@@ -205,7 +215,13 @@ def _sections(history: History, figures: Mapping[str, Any]) -> Iterable[str]:
     yield section(
         "buffer",
         "A group holds a place from its dispatch until it is trained or dropped. Many ready groups"
-        " mean that training is the bottleneck, many in flight that generation is.",
+        " mean that training is the bottleneck, many in flight that generation is."
+        + (
+            " Time is that of the lives of the run, without what lay between them; a dotted line"
+            " marks each restart."
+            if history.restarts
+            else ""
+        ),
         figure("levels", "places held, groups ready and in flight over time"),
         empty="Nothing has happened yet.",
     )
@@ -241,9 +257,11 @@ def _sections(history: History, figures: Mapping[str, Any]) -> Iterable[str]:
     )
     yield section(
         "engines",
-        _capital(history.audit.served) + ". Groups are those with a sibling from the engine.",
-        _engines_table(history),
-        empty="The log names no engines.",
+        _capital(history.audit.served) + ". Groups are those with a sibling from the engine."
+        if history.audit.names_servers
+        else "Which engine generated how many groups, where groups name their engines.",
+        _engines_table(history) if history.audit.names_servers else "",
+        empty="No group of this run names the engines that generated it.",
     )
 
 
@@ -255,6 +273,31 @@ _TITLES = {
     "dropped": "Dropped prompts",
     "lives": "Lives and restarts",
 }
+
+
+def _learning(figures: Mapping[str, Any]) -> str:
+    shown = [name for name in ("reward", "loss") if name in figures]
+    return _capital(" and ".join(shown)) or _SECTIONS["learning"]
+
+
+def _learning_how(history: History, figures: Mapping[str, Any]) -> str:
+    """How to read the curves that are there."""
+    said = []
+    if "reward" in figures:
+        said.append(
+            "Up and to the right is what you want of reward; the thick line is the mean of ten"
+            " points."
+        )
+    elif "loss" in figures:
+        said.append("The loss of each step, as the trainer reports it.")
+    else:
+        said.append("What the trainer reports of each step.")
+    if history.restarts:
+        said.append("A dotted line marks each restart, at the step it went on from.")
+    each = max(history.curves.reward.each, history.curves.loss.each)
+    if each > 1:
+        said.append(f"Each point is the mean of {each} steps.")
+    return " ".join(said)
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

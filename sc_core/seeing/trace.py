@@ -326,7 +326,7 @@ class _Steps:
 
 
 def _again(life: Life) -> str:
-    return f" (undone: a kill ended life {life.number} before it was saved)"
+    return f" (of life {life.number}, undone by a restart)"
 
 
 def _meta(name: str, pid: int, tid: int, args: Mapping[str, Any]) -> Json:

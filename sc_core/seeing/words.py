@@ -13,11 +13,13 @@ def escaped(text: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`12 ms`, `1.25 s`, `3 min 20 s`, `2 h 5 min`; a dash for what nobody knows."""
+    """`190 µs`, `12 ms`, `1.25 s`, `3 min 20 s`, `2 h 5 min`; a dash for what nobody knows."""
     if seconds is None:
         return "–"
-    if seconds < 0.0005:
+    if seconds < 0.5e-6:
         return "0"
+    if seconds < 0.9995e-3:
+        return f"{1e6 * seconds:.0f} µs"
     if seconds < 0.9995:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 99.95:

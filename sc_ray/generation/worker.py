@@ -115,7 +115,7 @@ class GenerationWorker:
     def _request(self, prompt: Prompt, episode: Episode, weight_version: int, turn: int) -> Request:
         spec = self._spec
         temperature = spec.temperature
-        if prompt.ordinal < 0 and spec.val_temperature is not None:
+        if prompt.held_out and spec.val_temperature is not None:
             temperature = spec.val_temperature
         return Request(
             prompt_ids=episode.read_ids,

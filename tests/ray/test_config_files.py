@@ -13,7 +13,7 @@ from sc_core.errors import ConfigError
 from sc_ray.__main__ import DONE, WRONG_USAGE, main
 from sc_ray.annotated import annotated, plain, type_text
 from sc_ray.config_files import parse_yaml, yaml_value
-from sc_ray.documented import documented, field_docs
+from sc_ray.documented import class_doc, documented, field_docs
 from sc_ray.elsewhere import ELSEWHERE
 from sc_ray.run_directory import keep_config
 from sc_ray.settings import TrainConfig, builtin_configs, load_config
@@ -119,7 +119,7 @@ def test_an_interpolation_of_what_is_not_there(value: str, says: str) -> None:
         ("&a [*a]", "grpo.seed: more than 40 levels deep, or part of itself"),
         ("[" * 3000, "grpo.seed: more than 40 levels deep, or part of itself"),
         (f"{'[' * 41}{']' * 41}", "grpo.seed: more than 40 levels deep, or part of itself"),
-        ("08", "Expected `int`, got `str`"),
+        ("08", "grpo.seed is '08'; it must be an int"),
     ],
 )
 def test_a_value_that_no_reader_can_make_is_refused_in_a_line(value: str, says: str) -> None:
@@ -241,11 +241,51 @@ def test_documentation_behind_below_and_of_a_base() -> None:
         ("checkpointing.checkpoint_dir=x", "--out names RUN"),
         ("grpo.val_batch_size=3", "async_rl.max_inflight_prompts bounds them"),
         ("policy.generation.vllm_kwargs.a=3", "use generation.vllm.engine_args"),
+        ("async_rl.max_trajectory_age_steps=2", "use async_rl.sampler.max_staleness_versions"),
+        ("grpo.async_grpo={max_trajectory_age_steps: 2}", "is async_rl.sampler.max_staleness_v"),
+        ("++grpo.max_num_steps=20", "'++grpo.max_num_steps=20': leave out ++, and write key="),
+        ("+grpo.seed=20", "leave out +, and write"),
+        ("~grpo.seed", "leave out ~, and write"),
         ("grpo.num_prompt_per_step=3", "did you mean grpo.num_prompts_per_step?"),
     ],
 )
 def test_a_key_of_nemo_rl_is_answered_with_what_there_is_instead(override: str, says: str) -> None:
     assert says in refused("demo", override)
+
+
+def test_all_unknown_keys_of_a_file_are_answered_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("grpo: {sed: 1, max_rollout_turns: 3}\nloss_fn: {a: 1}\n")
+    assert refused(str(file)) == (
+        f"{file}: 3 unknown keys: (1) grpo.sed; did you mean grpo.seed?"
+        " (2) grpo.max_rollout_turns; use task.max_turns"
+        " (3) loss_fn; its keys are those of policy.loss"
+    )
+    file.write_text("grpo:\n" + "".join(f"  sed{n}: 1\n" for n in range(12)))
+    assert refused(str(file)).endswith("(10) grpo.sed9; did you mean grpo.seed? and 2 more")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.max_num_steps=abc", "grpo.max_num_steps is 'abc'; it must be an int"),
+        ("grpo.max_num_epochs=[1]", "grpo.max_num_epochs is [1]; it must be an int or null"),
+        ("policy.optimizer.lr=high", "policy.optimizer.lr is 'high'; it must be a number"),
+        ("grpo.val_at_end=1", "grpo.val_at_end is 1; it must be true or false"),
+        ("task.name=7", "task.name is 7; it must be text"),
+        ("policy=7", "policy is 7; it must be a mapping"),
+        ("event_loop=curio", "event_loop is 'curio'; it is one of asyncio, uvloop, trio"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_key(override: str, says: str) -> None:
+    assert refused("demo", override) == f"command line: {says}"
+
+
+def test_a_section_is_described_once() -> None:
+    lines = annotated(load_config("demo")).splitlines()
+    at = lines.index("  sampler:")
+    assert lines[at - 1] == f"  # {class_doc(SamplerConfig)}"
+    assert lines[at - 2] == "async_rl:"
 
 
 def test_the_answers_name_keys_that_exist_for_keys_that_do_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ async def test_an_environment_at_fault_is_named_with_its_prompt(weights: Path) -
 
     class Flatters(Counts):
         def respond(self, completion: str) -> Reply:
-            return Reply(None, 2.0)
+            return Reply(None, math.inf)
 
     worker = await worker_of(weights, task(Breaks))
     with pytest.raises(DataFailure, match=r"environment .*Breaks failed on prompt '2-7:' .*nought"):
@@ -250,7 +251,7 @@ async def test_an_environment_at_fault_is_named_with_its_prompt(weights: Path) -
     with pytest.raises(DataFailure, match=r"reply .* no token for '~' .* task.characters"):
         await worker.rollouts(PROMPT, [0], 1)
     worker = await worker_of(weights, task(Flatters))
-    with pytest.raises(DataFailure, match=r"^the reward of task counts .* is 2\.0; it must be"):
+    with pytest.raises(DataFailure, match=r"^the reward of task counts .* is inf; it must be"):
         await worker.rollouts(PROMPT, [0], 1)
 
 

@@ -349,6 +349,8 @@ def lives(monkeypatch: pytest.MonkeyPatch, *ends: Exception | str) -> list[Any]:
             raise death()
         if isinstance(end, Exception):
             raise end
+        if end == "stopped":
+            return RunResult(reason="stopped", step=3, weight_version=3, counters={})
         return RunResult(reason="max_steps", step=3, weight_version=3, counters={})
 
     monkeypatch.setattr("sc_ray.__main__._live", live)
@@ -372,6 +374,22 @@ def test_a_controller_that_died_is_started_again_as_often_as_wished(
     said = capsys.readouterr().out.splitlines()
     again = "the controller died: killed; going on from the newest checkpoint, restart"
     assert said[:2] == [f"{again} 1 of 2", f"{again} 2 of 2"]
+
+
+def test_a_stop_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lives(monkeypatch, "stopped", "stopped")
+    assert main(["train", "--out", str(tmp_path)]) == FAILED  # it saved nothing
+    assert "goes on" not in capsys.readouterr().out
+
+    def live(*_: Any) -> RunResult:
+        (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+        return RunResult(reason="stopped", step=3, weight_version=3, counters={})
+
+    monkeypatch.setattr("sc_ray.__main__._live", live)
+    assert main(["train", "--out", str(tmp_path)]) == STOPPED
+    assert capsys.readouterr().out.endswith("step_3\nthe same command goes on from there\n")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from sc_core.testing import MemoryDataPlane, MemoryEngines, MemoryEventLog, Memo
 
 HOSTILE = "</script><script>document.title = 'hacked'</script><img src=x onerror=alert(1)>"
 EPOCH = 1_700_000_000.0
+NIGHT_S = 30_000.0
 
 
 def now() -> float:
@@ -171,6 +172,15 @@ async def killed_twice(run: RecordedRun) -> None:
     """Some steps after a checkpoint, and in the middle of a step."""
     assert await run.live(at("trained", 77)) is None
     assert await run.live(at("selected", 134), seed=2) is None
+    assert await run.live() is not None
+
+
+async def gone_back(run: RecordedRun) -> None:
+    """Killed twice; then, a night later, somebody wants to go back to an older bundle."""
+    assert await run.live(at("trained", 25)) is None
+    assert await run.live(at("trained", 28)) is None
+    run.disk.remove_tree(run.directory / "step_20")
+    await anyio.sleep(NIGHT_S)
     assert await run.live() is not None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import EPOCH, RecordedRun, at, recorded, settings, write_run
+from recorded import NIGHT_S, RecordedRun, at, recorded, settings, write_run
 
 from sc_core.audit import audit
 from sc_core.errors import CannotShow
@@ -171,16 +171,26 @@ def test_what_is_appended_while_it_is_read_is_left_out(run: RecordedRun, tmp_pat
     assert [event.seq for event in lives.events()] == list(range(1, 101))
 
 
-def test_a_step_counts_up_to_the_oldest_cut_that_a_later_life_went_on_from(
-    tmp_path: Path,
-) -> None:
-    async def live(run: RecordedRun) -> None:
-        assert await run.live(at("trained", 25)) is None
-        assert await run.live(at("trained", 28)) is None
-        run.disk.remove_tree(run.directory / "step_20")  # somebody wants to go back
-        assert await run.live() is not None
+def test_time_between_lives_is_no_time_of_the_levels(older: RecordedRun) -> None:
+    history = read_history(older.out)
+    first, second, third = history.lives.all.values()
+    assert third.began - second.ended > NIGHT_S
+    assert (first.after_s, second.after_s) == (0.0, first.lasted_s)
+    assert third.after_s == first.lasted_s + second.lasted_s
+    lived_s = sum(life.lasted_s for life in history.lives.all.values())
+    assert history.lives.lived_s == pytest.approx(lived_s)
+    levels = history.levels.places
+    assert levels.x == sorted(levels.x)
+    assert levels.x[-1] == pytest.approx(lived_s)
+    assert lived_s < NIGHT_S
+    broken = [x for x, y in zip(levels.x, levels.y, strict=True) if y is None]
+    assert broken == pytest.approx([second.after_s, third.after_s])
 
-    history = read_history(recorded(tmp_path, live, config=settings(30)).out)
+
+def test_a_step_counts_up_to_the_oldest_cut_that_a_later_life_went_on_from(
+    older: RecordedRun,
+) -> None:
+    history = read_history(older.out)
     lives = list(history.lives.all.values())
     assert [life.from_step for life in lives] == [0, 20, 10]
     assert [life.until_step for life in lives] == [10, -1, 30]
@@ -235,7 +245,7 @@ def test_the_levels_of_a_long_run_are_thinned(run: RecordedRun, history: History
     assert len(run.log.events) > 9000
     assert 0 < len(history.levels.places) <= 2000
     assert history.levels.places.y.count(None) == 2  # while no process lived
-    assert history.levels.places.x[-1] <= history.lives.ended - EPOCH
+    assert history.levels.places.x[-1] <= history.lives.lived_s + 1e-3
 
 
 def test_the_row_of_a_late_evaluation_repeats_no_step(run: RecordedRun, tmp_path: Path) -> None:

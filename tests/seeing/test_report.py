@@ -92,6 +92,7 @@ def test_the_headline_is_the_audits_and_the_metrics(run: RecordedRun, shown: Wat
     first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
     told = tiles(shown)
     assert told["Steps"] == "200"
+    assert "10 more undone by restarts" in shown.page.inner_text(".tiles")
     assert told["Mean reward"] == f"{first:.3f} → {last:.3f}"
     assert told["Prompts trained"] == f"{report.trained:,}"
     assert told["Dropped"] == f"{sum(report.dropped.values())}"
@@ -101,6 +102,7 @@ def test_the_headline_is_the_audits_and_the_metrics(run: RecordedRun, shown: Wat
     verdict = shown.page.inner_text("#audit")
     assert verdict.startswith("Every prompt is accounted for.")
     assert "No engine served a version that it had not confirmed." in verdict
+    assert "they go on if the run is resumed" in verdict
     assert "Done, all steps made" in shown.page.inner_text("header")
 
 
@@ -112,6 +114,55 @@ def test_what_comes_from_the_run_is_text_and_not_html(run: RecordedRun, shown: W
     assert shown.page.inner_text("h1") == run.out.name
     assert shown.page.title().startswith(run.out.name)
     assert shown.page.locator("img, b b").count() == 0
+
+
+def test_no_chart_has_a_toolbar(shown: Watched) -> None:
+    for name in FIGURES:
+        shown.page.hover(f"#{name}")
+    assert shown.page.locator(".modebar").count() == 0
+
+
+def test_no_table_is_wider_than_a_desktop_page(
+    older: RecordedRun, browser: Browser, tmp_path: Path
+) -> None:
+    slow = [{k: 754.0 if "checkpoint/" in k else v for k, v in r.items()} for r in older.rows]
+    write_run(tmp_path, older.log.events, slow)
+    with open_page(browser, viewport=WIDE) as seen:
+        visit(seen, write_report(tmp_path))
+        windows = rows(seen, "windows-table")
+        assert windows[0][1] == "12 min 34 s"
+        assert "published, then passed over" in [row[-1] for row in windows]
+        wide = "all => all.map(each => each.scrollWidth - each.clientWidth)"
+        assert set(seen.page.eval_on_selector_all(".scroll", wide)) == {0}
+
+
+def test_what_a_restart_undid_is_not_called_killed(older: RecordedRun, browser: Browser) -> None:
+    with open_page(browser, viewport=WIDE) as seen:
+        visit(seen, write_report(older.out))
+        assert "undone by a restart" in str(seen.page.text_content("#reward .legend"))
+        before = seen.page.inner_text("main").partition("Lives and restarts\n")[0]
+        assert "kill" not in before
+        assert "without what lay between them" in seen.page.inner_text("#buffer")
+        assert "seconds of running" in str(seen.page.text_content("#levels .xtitle"))
+
+
+def test_a_run_without_losses_and_names_of_engines_speaks_of_neither(
+    run: RecordedRun, browser: Browser, tmp_path: Path
+) -> None:
+    unnamed = [msgspec.structs.replace(event, served=None) for event in run.log.events]
+    lossless = [{k: v for k, v in row.items() if k != "train/loss"} for row in run.rows]
+    write_run(tmp_path, unnamed, lossless)
+    with open_page(browser, viewport=WIDE) as seen:
+        visit(seen, write_report(tmp_path))
+        assert seen.page.inner_text("#learning h2") == "Reward"
+        assert "Loss" not in seen.page.inner_text("nav").title()
+        assert "loss" not in seen.page.inner_text("#learning").lower()
+        assert "engine" not in seen.page.inner_text("#audit")
+        assert "No group of this run names" in seen.page.inner_text("#engines .none")
+        write_run(tmp_path, run.log.events[:3000], [{**r, "train/reward": None} for r in lossless])
+        visit(seen, write_report(tmp_path))
+        said = seen.page.inner_text("#learning .none")
+        assert said == "The metrics have no reward and no loss."
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -160,6 +211,7 @@ def test_a_run_without_metrics_or_spans_has_what_the_log_tells(
         assert tiles(seen)["Mean reward"] == "– → –"
         assert rows(seen, "windows-table")[0][1:5] == ["–"] * 4
         assert "running, or killed" in seen.page.inner_text("header").lower()
+        assert "go on if" not in seen.page.inner_text("#audit")  # they do, for all we know
 
 
 def test_a_run_that_has_just_begun_has_a_page(
@@ -266,6 +318,9 @@ def test_what_cannot_be_shown_is_one_line_and_a_status(
     [
         (None, "–"),
         (0.0, "0"),
+        (0.4e-6, "0"),
+        (0.000_19, "190 µs"),
+        (0.000_9996, "1 ms"),
         (0.0123, "12.3 ms"),
         (0.9996, "1 s"),
         (12.34, "12.3 s"),

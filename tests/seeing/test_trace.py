@@ -77,7 +77,7 @@ def test_every_step_is_a_slice_and_those_made_again_say_so(events: list[Json]) -
     assert kept == list(range(1, 201))
     undone = [e["name"] for e in steps if "undone" in e["name"]]
     assert [int(name.split()[1]) for name in undone] == [*range(71, 77), *range(131, 134)]
-    assert undone[0] == "step 71 (undone: a kill ended life 1 before it was saved)"
+    assert undone[0] == "step 71 (of life 1, undone by a restart)"
     children = Counter(e["name"] for e in tracks(events)["train pump"])
     assert children["wait for groups"] >= 200
     assert children["microbatches"] >= 200
@@ -105,7 +105,7 @@ def test_every_trained_group_has_one_lifeline_that_ends_so(
     report = audit(run.log.events)
     ends = Counter(begun["args"]["outcome"] for begun, _ in lifelines(events))
     assert ends["trained"] == report.trained == 1600
-    undone = [name for name in ends if name.startswith("trained (undone")]
+    undone = [name for name in ends if name.startswith("trained (of life")]
     assert sum(ends[name] for name in undone) == 8 * (7 + 3)
     lines = [b["args"] for b, _ in lifelines(events)]
     dropped = [args for args in lines if args["outcome"] == "dropped"]
@@ -180,7 +180,7 @@ def test_by_default_a_trace_has_the_last_steps(run: RecordedRun, tmp_path: Path)
     assert last.stat().st_size < whole.stat().st_size / 5
     assert all(event.get("ts", 0) >= 0 for event in read(last))
     over_a_kill = tracks(read(write_trace(run.out, tmp_path / "80.json", steps=80)))
-    assert "step 131 (undone: a kill ended life 2 before it was saved)" in {
+    assert "step 131 (of life 2, undone by a restart)" in {
         e["name"] for e in over_a_kill["train pump"]
     }
 

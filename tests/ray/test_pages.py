@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doc_page import Reader
-from test_docs import PAGES, needs_ray
+from doc_page import PAGES, Reader, needs_ray
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if needs_ray(p)], ids=lambda p: p.name)
