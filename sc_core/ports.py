@@ -153,7 +153,8 @@ class RolloutWorker(Protocol):
                 failure of the infrastructure.
             WorkerDied: nobody is left that could generate; the run ends.
             WrongAnswer: as when it returns something that is no `Sample`: the run ends, since no
-                other attempt would heal that. One with rubbish in it is an attempt that failed.
+                other attempt would heal that. Nothing, or one with rubbish in it, is an attempt
+                that failed.
         """
 
 

@@ -35,13 +35,15 @@ def check_sample(sample: object, group: GroupId, sibling: int, *, weight_version
 
     Raises:
         DataFailure: its reward is not finite in float32: training on it would ruin the weights.
-        RolloutError: it has something in it that is not what it should be.
-        WrongAnswer: it is no sample.
+        RolloutError: there is none, or it has something in it that is not what it should be.
+        WrongAnswer: it is something else than a sample.
     """
 
     def whose() -> str:
         return f"sibling {sibling} of group {group}"
 
+    if sample is None:  # as of a worker that lost its result
+        raise RolloutError(f"{whose()} came back without a result")
     if not isinstance(sample, Sample):
         raise WrongAnswer(f"worker.rollout returned {_kind(sample)} for {whose()}, not a Sample")
     if not isinstance(sample.fields, Mapping):

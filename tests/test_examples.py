@@ -93,7 +93,7 @@ def test_sigterm_stops_the_asyncio_example_with_a_bundle(tmp_path: Path) -> None
     assert "conservation holds" in told
     assert '"reason":"stopped: SIGTERM"' in (run_dir / "events.jsonl").read_text()
     before = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
-    assert before[-1].name not in ("step_10", "step_100")
+    assert before[-1].name != "step_100"
     finished(name, run_dir)
 
 
