@@ -125,6 +125,7 @@ from sc_core.restore import check_resume as check_resume
 from sc_core.restore import check_store as check_store
 from sc_core.restore import choose_bundle as choose_bundle
 from sc_core.restore import restore as restore
+from sc_core.returned import check_put as check_put
 from sc_core.samplers import build_sampler as build_sampler
 from sc_core.samplers import check_capacity as check_capacity
 from sc_core.seeing import write_report as write_report
@@ -258,6 +259,7 @@ __all__ = [
     "check_capacity",
     "check_config",
     "check_keys",
+    "check_put",
     "check_resume",
     "check_scope",
     "check_store",

@@ -28,6 +28,7 @@ from sc_core.errors import (
 from sc_core.ports import Columns, DataPlane, Runner
 from sc_core.records import SampleId
 from sc_core.restore import ReadyStore
+from sc_core.returned import check_put
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -162,7 +163,7 @@ class ClientStore:
         self, sample_ids: Sequence[SampleId], fields: Columns, tags: Tags = None
     ) -> None:
         """As of `DataPlane`."""
-        _check(sample_ids, fields, tags)
+        check_put(sample_ids, fields, tags)
         if not sample_ids:
             return
         client = self._opened()
@@ -382,14 +383,3 @@ class _Plane:
         if self._store.builds != self._build:
             raise DataPlaneError(f"{call}: the store was discarded; open a client of the new one")
         return self._store
-
-
-def _check(sample_ids: Sequence[SampleId], fields: Columns, tags: Tags) -> None:
-    if len(set(sample_ids)) != len(sample_ids):
-        raise DataPlaneError(f"put_samples: an id comes twice among {len(sample_ids)} rows")
-    lengths = {name: len(values) for name, values in fields.items()}
-    if tags is not None:
-        lengths["tags"] = len(tags)
-    for name, length in lengths.items():
-        if length != len(sample_ids):
-            raise DataPlaneError(f"put_samples: {name}: {length} values, {len(sample_ids)} rows")

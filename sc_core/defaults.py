@@ -119,9 +119,7 @@ class GroupAdvantages:
 
     def _of_group(self, rewards: Sequence[float], masked: Sequence[bool]) -> list[float]:
         trained = [r for r, m in zip(rewards, masked, strict=True) if not m]
-        alike = all(
-            reward == trained[0] for reward in trained
-        )  # rounding makes no difference of it
+        alike = all(reward == trained[0] for reward in trained)  # whatever rounding makes of them
         if alike or len(trained) == 1:  # NaN is not even like itself
             return [0.0] * len(rewards)
         mean = math.fsum(trained) / len(trained)

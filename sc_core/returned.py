@@ -174,3 +174,23 @@ def check_columns(
 
 def _kind(answer: object) -> str:
     return "None" if answer is None else f"a value of type {type(answer).__name__}"
+
+
+def check_put(
+    sample_ids: Sequence[SampleId],
+    fields: Mapping[str, Sequence[Any]],
+    tags: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """What every `DataPlane.put_samples` refuses, before it writes.
+
+    Raises:
+        DataPlaneError: an id comes twice, or a column or the tags have another length.
+    """
+    if len(set(sample_ids)) != len(sample_ids):
+        raise DataPlaneError(f"put_samples: an id comes twice among {len(sample_ids)} rows")
+    lengths = {name: len(values) for name, values in fields.items()}
+    if tags is not None:
+        lengths["tags"] = len(tags)
+    for name, length in lengths.items():
+        if length != len(sample_ids):
+            raise DataPlaneError(f"put_samples: {name}: {length} values, {len(sample_ids)} rows")

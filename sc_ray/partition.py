@@ -33,6 +33,7 @@ from sc_core import (
     RestoreOrderError,
     SampleId,
     SaveError,
+    check_put,
 )
 
 CONTROLLER = "TransferQueueController"
@@ -94,7 +95,7 @@ class Partition:
         fields: Columns,
         tags: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        _check_rows(sample_ids, fields, tags)
+        check_put(sample_ids, fields, tags)
         if not sample_ids:
             return
         columns = {name: jagged(name, sample_ids, values) for name, values in fields.items()}
@@ -250,19 +251,6 @@ def units_of(directory: Path) -> int:
         BundleDamaged: it does not say.
     """
     return len(_read_json(directory, f"{UNITS_DIRECTORY}/{UNITS_FILE}"))
-
-
-def _check_rows(
-    sample_ids: Sequence[SampleId], fields: Columns, tags: Sequence[Mapping[str, Any]] | None
-) -> None:
-    if len(set(sample_ids)) != len(sample_ids):
-        raise DataPlaneError(f"put_samples: an id comes twice among {len(sample_ids)} rows")
-    lengths = {name: len(values) for name, values in fields.items()}
-    if tags is not None:
-        lengths["tags"] = len(tags)
-    for name, length in lengths.items():
-        if length != len(sample_ids):
-            raise DataPlaneError(f"put_samples: {name}: {length} values, {len(sample_ids)} rows")
 
 
 def jagged(name: str, sample_ids: Sequence[SampleId], values: Sequence[Any]) -> torch.Tensor:

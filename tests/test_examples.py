@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sc_core
+import sc_core.events
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PATIENCE_S = 120.0
@@ -92,8 +93,12 @@ def test_sigterm_stops_the_asyncio_example_with_a_bundle(tmp_path: Path) -> None
     assert process.returncode == 0 and errors == "", errors
     assert "conservation holds" in told
     assert '"reason":"stopped: SIGTERM"' in (run_dir / "events.jsonl").read_text()
-    before = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
-    assert before[-1].name != "step_100"
+    events = list(sc_core.events.read_events(run_dir / "events.jsonl"))
+    *_, saved = (event for event in events if event.event == "checkpoint")
+    stopped = events[-1]
+    assert stopped.event == "stopped"
+    assert saved.step == stopped.step and 10 <= (saved.step or 0) < 100
+    assert (run_dir / "checkpoints" / f"step_{saved.step}").exists()
     finished(name, run_dir)
 
 

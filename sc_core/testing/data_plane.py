@@ -19,6 +19,7 @@ from sc_core.errors import (
 )
 from sc_core.ports import Columns
 from sc_core.records import SampleId
+from sc_core.returned import check_put
 
 Hooks = Callable[[str, str], Awaitable[None]]
 """Awaited as `hooks(call, point)` with the point `before`, `midway` or `after`.
@@ -241,14 +242,7 @@ class MemoryBootstrap(_Client):
 def _encode_columns(
     sample_ids: Sequence[SampleId], fields: Columns, tags: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, list[msgspec.Raw]]:
-    if len(set(sample_ids)) != len(sample_ids):
-        raise DataPlaneError(f"put_samples: an id comes twice among {len(sample_ids)} rows")
-    lengths = {name: len(values) for name, values in fields.items()}
-    if tags is not None:
-        lengths["tags"] = len(tags)
-    for name, length in lengths.items():
-        if length != len(sample_ids):
-            raise DataPlaneError(f"put_samples: {name}: {length} values, {len(sample_ids)} rows")
+    check_put(sample_ids, fields, tags)
     encode = msgspec.msgpack.encode
     try:
         return {
